@@ -1,0 +1,203 @@
+"""Configuration of the Transformer of "Attention Is All You Need" (Vaswani et al., 2017).
+
+Architecture only: how the model is trained is the training code's business, and how it decodes stands in the generation
+config. The defaults are the paper's base model (Table 3).
+"""
+
+from typing import Any, ClassVar
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+
+PARAMETER_SHARING_MODES = ("none", "attention", "ffn", "all")
+SHARING_ORDERS = ("sequence", "cycle", "cycle_reverse")
+
+
+@strict
+class VanillaTrmConfig(PreTrainedConfig):
+    r"""The sizes and switches of one model; every field is saved in `config.json`.
+
+    Args:
+        vocab_size: Tokens in the (source) vocabulary.
+        d_model: Width of every layer's input and output.
+        encoder_layers: N of the encoder.
+        decoder_layers: N of the decoder.
+        num_attention_heads: h, in every attention; must divide `d_model`, so that d_k = d_v = d_model / h.
+        d_ff: Inner width of the position-wise feed-forward networks.
+        dropout: P_drop, on each sub-layer's output and on the sum of embeddings and positions (section 5.4).
+        attention_dropout: Dropout on the attention weights; the paper has none.
+        activation_dropout: Dropout on the feed-forward's inner activations; the paper has none.
+        activation_function: A key of transformers' `ACT2FN`; the paper's is ReLU.
+        layer_norm_eps: Added to the variance in LayerNorm.
+        attention_bias: A bias on the four attention projections; the paper has none, converted models may.
+        output_bias: A bias on the output projection; the paper has none, converted models may.
+        scale_embedding: Multiply embeddings by sqrt(d_model) (section 3.4).
+        tie_word_embeddings: The output projection is the target embedding (section 3.4).
+        share_encoder_decoder_embeddings: Source and target have one vocabulary and one embedding (section 3.4).
+        decoder_vocab_size: Tokens in the target vocabulary, where `share_encoder_decoder_embeddings` is False;
+            otherwise `vocab_size`.
+        embedding_size: Width of the embeddings where it is not `d_model` (ALBERT's factorised embeddings).
+        parameter_sharing: What the layers of a stack share: "none", "attention", "ffn" or "all".
+        num_unique_layers: Distinct layers a stack keeps when it shares; must divide both depths. Ignored without
+            sharing.
+        sharing_order: Which depth uses which distinct layer: "sequence" (AABBCC), "cycle" (ABCABC) or "cycle_reverse"
+            (ABCCBA).
+        max_position_embeddings: Positions computed in advance, and what tools read as a length; longer sequences work
+            just as well.
+        pad_token_id: Fills source sequences and shifted labels; must differ from `eos_token_id`.
+        bos_token_id: Beginning of a sentence.
+        eos_token_id: End of a sentence.
+        decoder_start_token_id: The decoder's first input, in training and in decoding.
+        use_cache: Keep keys and values between decoding steps.
+
+    `encoder_attention_heads`, `decoder_attention_heads` and `encoder_ffn_dim`, `decoder_ffn_dim` are accepted as other
+    libraries' names for `num_attention_heads` and `d_ff`, in the constructor and in saved files.
+
+    Raises:
+        ValueError: A value breaks one of the rules above; the message names value and rule.
+        huggingface_hub.errors.StrictDataclassFieldValidationError: A value has the wrong type.
+    """
+
+    model_type = "vanilla_trm"
+    attribute_map: ClassVar[dict[str, str]] = {
+        "hidden_size": "d_model",
+        "num_hidden_layers": "encoder_layers",
+        "intermediate_size": "d_ff",
+    }
+    # transformers applies these to every model it does not find plans for; ours stand on the model classes, one per
+    # stack.
+    base_model_tp_plan: ClassVar[dict[str, Any]] = {}
+    base_model_fsdp_plan: ClassVar[dict[Any, str]] = {}
+
+    vocab_size: int = 37000
+    d_model: int = 512
+    encoder_layers: int = 6
+    decoder_layers: int = 6
+    num_attention_heads: int = 8
+    d_ff: int = 2048
+    dropout: float | int = 0.1
+    attention_dropout: float | int = 0.0
+    activation_dropout: float | int = 0.0
+    activation_function: str = "relu"
+    layer_norm_eps: float = 1e-5
+    attention_bias: bool = False
+    output_bias: bool = False
+    scale_embedding: bool = True
+    tie_word_embeddings: bool = True
+    share_encoder_decoder_embeddings: bool = True
+    # An int once constructed: transformers derives a decoder's config by stripping `decoder_` from the names of fields,
+    # and the vocabulary size cannot be None.
+    decoder_vocab_size: int | None = None
+    embedding_size: int | None = None
+    parameter_sharing: str = "none"
+    num_unique_layers: int = 1
+    sharing_order: str = "sequence"
+    max_position_embeddings: int = 1024
+    pad_token_id: int | None = 1
+    bos_token_id: int | None = 0
+    eos_token_id: int | list[int] | None = 2
+    decoder_start_token_id: int | None = 0
+    use_cache: bool = True
+    is_encoder_decoder: bool = True
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        """Resolve the aliases and the target vocabulary; `@strict` runs the `validate_...` methods afterwards."""
+        self._take_alias("num_attention_heads", ("encoder_attention_heads", "decoder_attention_heads"), kwargs)
+        self._take_alias("d_ff", ("encoder_ffn_dim", "decoder_ffn_dim"), kwargs)
+        if self.decoder_vocab_size is None:
+            self.decoder_vocab_size = self.vocab_size
+        super().__post_init__(**kwargs)
+
+    def _take_alias(self, field: str, aliases: tuple[str, str], kwargs: dict[str, Any]) -> None:
+        """Move the value given under `aliases` to `field`: here, since `attribute_map` would let the second overwrite
+        the first unseen.
+        """
+        given = {name: kwargs.pop(name) for name in aliases if name in kwargs}
+        if len(set(given.values())) > 1:
+            values = " and ".join(f"{name} ({value})" for name, value in given.items())
+            raise ValueError(f"{values} must be equal: both stacks have one {field}")
+        for name, value in given.items():
+            if getattr(self, field) not in (value, getattr(type(self), field)):
+                raise ValueError(
+                    f"{name} ({value}) is another name for {field} ({getattr(self, field)}): they must be equal"
+                )
+            setattr(self, field, value)
+
+    def validate_architecture(self) -> None:
+        """Check sizes, rates and names; called by the constructor and before saving."""
+        sizes = (
+            "vocab_size",
+            "decoder_vocab_size",
+            "d_model",
+            "encoder_layers",
+            "decoder_layers",
+            "num_attention_heads",
+            "d_ff",
+        )
+        for name in (*sizes, "num_unique_layers", "max_position_embeddings"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} ({getattr(self, name)}) must be at least 1")
+        if self.d_model % self.num_attention_heads:
+            raise ValueError(
+                f"d_model ({self.d_model}) must be divisible by num_attention_heads ({self.num_attention_heads})"
+            )
+        if self.d_model % 2:
+            raise ValueError(f"d_model ({self.d_model}) must be even: positions are pairs of a sine and a cosine")
+        for name in ("dropout", "attention_dropout", "activation_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} ({getattr(self, name)}) must be at least 0 and below 1")
+        if self.layer_norm_eps <= 0:
+            raise ValueError(f"layer_norm_eps ({self.layer_norm_eps}) must be positive")
+        if self.activation_function not in ACT2FN:
+            raise ValueError(
+                f"activation_function ({self.activation_function!r}) must be one of {', '.join(sorted(ACT2FN))}"
+            )
+        if self.share_encoder_decoder_embeddings and self.decoder_vocab_size != self.vocab_size:
+            raise ValueError(
+                f"decoder_vocab_size ({self.decoder_vocab_size}) must equal vocab_size ({self.vocab_size}) unless "
+                "share_encoder_decoder_embeddings is False"
+            )
+
+    def validate_special_tokens(self) -> None:
+        """Check the ids of the special tokens against both vocabularies and each other."""
+        source = {"pad_token_id": self.pad_token_id, "bos_token_id": self.bos_token_id}
+        target = {"decoder_start_token_id": self.decoder_start_token_id}
+        end = self.eos_token_id if isinstance(self.eos_token_id, list) else [self.eos_token_id]
+        for ids, size_name in ((source, "vocab_size"), (target, "decoder_vocab_size")):
+            size = getattr(self, size_name)
+            for name, value in (*ids.items(), *(("eos_token_id", value) for value in end)):
+                if value is not None and not 0 <= value < size:
+                    raise ValueError(f"{name} ({value}) must be at least 0 and below {size_name} ({size})")
+        if self.pad_token_id is not None and self.pad_token_id in end:
+            raise ValueError(
+                f"pad_token_id ({self.pad_token_id}) must differ from eos_token_id ({self.eos_token_id}): "
+                "padding could not be told from the end of a sentence"
+            )
+
+    def validate_parameter_sharing(self) -> None:
+        """Check the sharing fields against each other and both depths."""
+        if self.parameter_sharing not in PARAMETER_SHARING_MODES:
+            raise ValueError(
+                f"parameter_sharing ({self.parameter_sharing!r}) must be one of {', '.join(PARAMETER_SHARING_MODES)}"
+            )
+        if self.sharing_order not in SHARING_ORDERS:
+            raise ValueError(f"sharing_order ({self.sharing_order!r}) must be one of {', '.join(SHARING_ORDERS)}")
+        if self.embedding_size is not None and self.embedding_size < 1:
+            raise ValueError(
+                f"embedding_size ({self.embedding_size}) must be at least 1, or None for d_model ({self.d_model})"
+            )
+        if self.parameter_sharing != "none":
+            for name in ("encoder_layers", "decoder_layers"):
+                if getattr(self, name) % self.num_unique_layers:
+                    raise ValueError(
+                        f"num_unique_layers ({self.num_unique_layers}) must divide {name} ({getattr(self, name)})"
+                    )
+            raise ValueError(
+                f"parameter_sharing ({self.parameter_sharing!r}) is not implemented in this version: only 'none' is"
+            )
+        if self.embedding_size not in (None, self.d_model):
+            raise ValueError(f"embedding_size ({self.embedding_size}) is not implemented in this version: use None")
+
+
+__all__ = ["VanillaTrmConfig"]

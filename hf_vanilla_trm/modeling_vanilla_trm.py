@@ -1,0 +1,674 @@
+"""The Transformer of "Attention Is All You Need" (Vaswani et al., 2017) as transformers models: sections 3.1 and 3.2.2,
+and the heads.
+
+Every sub-layer's output is LayerNorm(x + Dropout(Sublayer(x))): the norm closes the sub-layer ("post-LN"), and no norm
+follows the stacks. The equations inside the sub-layers, and the legend of the dimension names, stand in `layers.py`.
+
+A layer is told its depth by an argument of the call and does not remember it, so that one stored layer can serve
+several depths.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache
+from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import (
+    BaseModelOutput,
+    BaseModelOutputWithPastAndCrossAttentions,
+    Seq2SeqLMOutput,
+    Seq2SeqModelOutput,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.import_utils import is_torchdynamo_compiling
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+
+from .configuration_vanilla_trm import VanillaTrmConfig
+from .layers import FeedForward, SinusoidalPositions, embedding_scale, scaled_dot_product_attention, shift_right
+from .loss import cross_entropy_sum, projected_cross_entropy_sum
+
+
+def eager_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """`scaled_dot_product_attention` behind transformers' attention interface.
+
+    Args:
+        module: The calling attention; unused.
+        query: `(batch, num_heads, query_length, d_k)`.
+        key: `(batch, num_heads, key_length, d_k)`.
+        value: `(batch, num_heads, key_length, d_k)`.
+        attention_mask: transformers' mask for eager attention, additive, or a boolean one. Here, and only here, it
+            becomes "True may attend".
+        dropout: Dropout on the weights.
+        **kwargs: What other implementations take.
+
+    Returns:
+        The output `(batch, query_length, num_heads, d_k)` and the weights `(batch, num_heads, query_length,
+        key_length)`.
+    """
+    if attention_mask is not None and attention_mask.dtype != torch.bool:
+        attention_mask = attention_mask == 0
+    output, weights = scaled_dot_product_attention(query, key, value, attention_mask, dropout)
+    return output.transpose(1, 2).contiguous(), weights
+
+
+class VanillaTrmAttention(nn.Module):
+    """MultiHead(Q, K, V) = Concat(head_1, ..., head_h) W^O, head_i = Attention(Q W_i^Q, K W_i^K, V W_i^V) (section
+    3.2.2).
+
+    Several heads attend to different positions at once, where a single one would average them. The h matrices W_i^Q
+    stand side by side in `q_proj`, and likewise for `k_proj` and `v_proj`; d_k = d_v = d_model / h, so that h heads
+    cost what one full-width head would.
+
+    The three uses of section 3.2.3: the encoder's self-attention, the decoder's masked self-attention (`is_causal`),
+    and the decoder's cross-attention, whose queries come from the decoder and whose keys and values come from the
+    encoder's output (`encoder_hidden_states`).
+    """
+
+    def __init__(self, config: VanillaTrmConfig, *, is_causal: bool = False) -> None:
+        super().__init__()
+        self.config = config
+        self.is_causal = is_causal
+        self.d_k = config.d_model // config.num_attention_heads
+        self.scaling = 1 / math.sqrt(self.d_k)
+        self.dropout = config.attention_dropout
+        self.q_proj = nn.Linear(config.d_model, config.d_model, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.d_model, config.d_model, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.d_model, config.d_model, bias=config.attention_bias)
+        self.out_proj = nn.Linear(config.d_model, config.d_model, bias=config.attention_bias)
+
+    def _split_heads(self, projected: Tensor) -> Tensor:
+        """`(batch, length, d_model)` to `(batch, num_heads, length, d_k)`."""
+        return projected.view(*projected.shape[:-1], -1, self.d_k).transpose(1, 2)
+
+    def _keys_and_values(
+        self, hidden_states: Tensor, encoder_hidden_states: Tensor | None, cache: EncoderDecoderCache | None, depth: int
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values, each `(batch, num_heads, key_length, d_k)`; those of the encoder's output are computed once
+        a sentence.
+        """
+        is_cross_attention = encoder_hidden_states is not None
+        if is_cross_attention and cache is not None and cache.is_updated.get(depth):
+            layer: Any = cache.cross_attention_cache.layers[depth]
+            return layer.keys, layer.values
+        attended = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        key, value = self._split_heads(self.k_proj(attended)), self._split_heads(self.v_proj(attended))
+        if cache is not None:
+            own_cache = cache.cross_attention_cache if is_cross_attention else cache.self_attention_cache
+            key, value = own_cache.update(key, value, depth)
+            if is_cross_attention:
+                cache.is_updated[depth] = True
+        return key, value
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *,
+        depth: int,
+        cache: EncoderDecoderCache | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend from `hidden_states` to itself, or to `encoder_hidden_states` where they are given.
+
+        Args:
+            hidden_states: `(batch, query_length, d_model)`.
+            encoder_hidden_states: `(batch, source_length, d_model)`.
+            attention_mask: What transformers' mask functions made for the attention implementation in use, or None.
+            depth: Which entry of the cache is meant.
+            cache: Keys and values of earlier decoding steps; updated.
+            **kwargs: Passed on to the attention implementation.
+
+        Returns:
+            The output `(batch, query_length, d_model)`, and the attention weights where the implementation gives them.
+        """
+        query = self._split_heads(self.q_proj(hidden_states))  # (batch, num_heads, query_length, d_k)
+        key, value = self._keys_and_values(hidden_states, encoder_hidden_states, cache, depth)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        dropout = self.dropout if self.training else 0.0
+        heads, weights = attend(
+            self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
+        )
+        return self.out_proj(heads.flatten(-2)), weights  # Concat: (batch, query_length, num_heads * d_k)
+
+
+def _feed_forward(config: VanillaTrmConfig) -> FeedForward:
+    return FeedForward(
+        config.d_model, config.d_ff, activation=ACT2FN[config.activation_function], dropout=config.activation_dropout
+    )
+
+
+class VanillaTrmEncoderLayer(GradientCheckpointingLayer):
+    """Self-attention, then the feed-forward network; each output is LayerNorm(x + Dropout(Sublayer(x))) (sections 3.1,
+    5.4).
+
+    The residual sum lets the gradient reach the lower layers undiminished. LayerNorm normalises each position by
+    itself, so that, unlike with BatchNorm, neither the lengths nor the number of the other sentences in the batch
+    matter.
+    """
+
+    def __init__(self, config: VanillaTrmConfig) -> None:
+        super().__init__()
+        self.self_attn = VanillaTrmAttention(config)
+        self.self_attn_layer_norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
+        self.feed_forward = _feed_forward(config)
+        self.feed_forward_layer_norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, *, depth: int, **kwargs: Any
+    ) -> Tensor:
+        """Map `(batch, source_length, d_model)` to the same shape."""
+        attended, _ = self.self_attn(hidden_states, attention_mask=attention_mask, depth=depth, **kwargs)
+        hidden_states = self.self_attn_layer_norm(hidden_states + self.dropout(attended))
+        output: Tensor = self.feed_forward_layer_norm(hidden_states + self.dropout(self.feed_forward(hidden_states)))
+        return output
+
+
+class VanillaTrmDecoderLayer(GradientCheckpointingLayer):
+    """Masked self-attention, cross-attention to the encoder's output, then the feed-forward network; post-LN throughout
+    (section 3.1).
+
+    The mask keeps a position from attending to later ones: their tokens are what it is trained to predict.
+    """
+
+    def __init__(self, config: VanillaTrmConfig) -> None:
+        super().__init__()
+        self.self_attn = VanillaTrmAttention(config, is_causal=True)
+        self.self_attn_layer_norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
+        self.cross_attn = VanillaTrmAttention(config)
+        self.cross_attn_layer_norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
+        self.feed_forward = _feed_forward(config)
+        self.feed_forward_layer_norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        *,
+        depth: int,
+        cache: EncoderDecoderCache | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Map `(batch, target_length, d_model)` to the same shape, given the encoder's output `(batch, source_length,
+        d_model)`.
+        """
+        attended, _ = self.self_attn(hidden_states, attention_mask=attention_mask, depth=depth, cache=cache, **kwargs)
+        hidden_states = self.self_attn_layer_norm(hidden_states + self.dropout(attended))
+        attended, _ = self.cross_attn(
+            hidden_states, encoder_hidden_states, encoder_attention_mask, depth=depth, cache=cache, **kwargs
+        )
+        hidden_states = self.cross_attn_layer_norm(hidden_states + self.dropout(attended))
+        output: Tensor = self.feed_forward_layer_norm(hidden_states + self.dropout(self.feed_forward(hidden_states)))
+        return output
+
+
+class VanillaTrmPreTrainedModel(PreTrainedModel):
+    """What all classes share: initialisation, embeddings and ties.
+
+    The paper does not say how it initialises. Linear maps are Xavier uniform with zero biases. Embeddings are N(0, 1 /
+    d_model): multiplied by sqrt(d_model) they enter at unit variance, and as the output projection they give logits of
+    unit variance, so that a fresh model's loss is close to ln(vocab_size).
+    """
+
+    config: VanillaTrmConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["VanillaTrmEncoderLayer", "VanillaTrmDecoderLayer"]  # noqa: RUF012
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _can_compile_fullgraph = True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        # The functions of `init` leave loaded tensors alone; writing to `.data` would not.
+        if isinstance(module, nn.Linear):
+            init.xavier_uniform_(module.weight)
+            if module.bias is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            init.normal_(module.weight, std=module.embedding_dim**-0.5)
+        elif isinstance(module, nn.LayerNorm):
+            init.ones_(module.weight)
+            init.zeros_(module.bias)
+        elif isinstance(module, SinusoidalPositions):
+            # Not saved, so after loading it is uninitialised memory until it is computed again.
+            init.copy_(module.table, module.compute_table())
+
+    def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
+        """The ties in force, by the flags of this model: transformers' own version knows one flag for all of them."""
+        if all_submodels:
+            ties: dict[str, str] = super().get_expanded_tied_weights_keys(all_submodels=True)
+            return ties
+        return dict(self._tied_weights_keys or {})
+
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Embedding:
+        """Resize the vocabulary that source and target share, or the source's where they have their own.
+
+        See transformers for the arguments; `resize_decoder_token_embeddings` resizes a separate target vocabulary.
+        """
+        embeddings: nn.Embedding = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        if self.config.share_encoder_decoder_embeddings:
+            self.config.decoder_vocab_size = self.config.vocab_size
+        return embeddings
+
+    def _resize_token_embeddings(
+        self, new_num_tokens: int | None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Module:
+        if self.config.share_encoder_decoder_embeddings:
+            resized: nn.Module = super()._resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+            return resized
+        # transformers' own version would resize the output too, which here belongs to the other vocabulary.
+        old: Any = self.get_input_embeddings()
+        self.set_input_embeddings(self._get_resized_embeddings(old, new_num_tokens, pad_to_multiple_of, mean_resizing))
+        return self.get_input_embeddings()
+
+    def resize_decoder_token_embeddings(
+        self, new_num_tokens: int, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Embedding:
+        """Resize the target vocabulary, and the output with it, where source and target have their own.
+
+        Raises:
+            ValueError: Source and target share their vocabulary.
+        """
+        if self.config.share_encoder_decoder_embeddings:
+            raise ValueError("source and target share their embedding: call resize_token_embeddings instead")
+        decoder = self.get_decoder()
+        embeddings = self._get_resized_embeddings(
+            decoder.embed_tokens, new_num_tokens, pad_to_multiple_of, mean_resizing
+        )
+        decoder.embed_tokens = embeddings
+        if (lm_head := self.get_output_embeddings()) is not None:
+            size = embeddings.num_embeddings
+            self.set_output_embeddings(self._get_resized_lm_head(lm_head, size, mean_resizing=mean_resizing))
+        self.config.decoder_vocab_size = embeddings.num_embeddings
+        self.tie_weights()
+        return embeddings
+
+
+class VanillaTrmStack(VanillaTrmPreTrainedModel):
+    """What encoder and decoder have in common: embeddings, positions, dropout of their sum, and N calls of layers
+    (sections 3.1, 3.4, 3.5).
+    """
+
+    def __init__(self, config: VanillaTrmConfig, *, vocab_size: int, layers: list[nn.Module]) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(vocab_size, config.d_model)
+        self.embed_positions = SinusoidalPositions(config.max_position_embeddings, config.d_model)
+        self.dropout = nn.Dropout(config.dropout)
+        self.layers = nn.ModuleList(layers)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def layer_at(self, depth: int) -> nn.Module:
+        """The layer called at `depth`, counted from 0."""
+        return self.layers[depth]
+
+    def embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        """Scaled embeddings `(batch, length, d_model)` of `input_ids`, or of `inputs_embeds` in their place.
+
+        Raises:
+            ValueError: Both or neither are given.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError(f"{type(self).__name__} takes exactly one of input_ids and inputs_embeds")
+        embeddings: Tensor = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        return embeddings * embedding_scale(self.config.d_model) if self.config.scale_embedding else embeddings
+
+    def add_positions(self, embeddings: Tensor, positions: Tensor, end: int) -> Tensor:
+        """Embeddings plus positions, then dropout (section 5.4); `positions` `(length,)` are below `end`."""
+        encodings = self.embed_positions(positions, end).to(embeddings.dtype)
+        output: Tensor = self.dropout(embeddings + encodings)
+        return output
+
+
+class VanillaTrmEncoder(VanillaTrmStack):
+    """A stack of N identical layers with parameters of their own (section 3.1)."""
+
+    _can_record_outputs = {  # noqa: RUF012
+        "hidden_states": OutputRecorder(VanillaTrmEncoderLayer, index=0, num_hidden_layers_key="encoder_layers"),
+        "attentions": OutputRecorder(VanillaTrmAttention, index=1, layer_name="self_attn"),
+    }
+
+    def __init__(self, config: VanillaTrmConfig) -> None:
+        layers: list[nn.Module] = [VanillaTrmEncoderLayer(config) for _ in range(config.encoder_layers)]
+        super().__init__(config, vocab_size=config.vocab_size, layers=layers)
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutput:
+        """Encode source sentences.
+
+        Args:
+            input_ids: `(batch, source_length)`. Source tokens.
+            attention_mask: `(batch, source_length)`. 1 for tokens, 0 for padding; all are tokens where it is None.
+            inputs_embeds: `(batch, source_length, d_model)`. Unscaled embeddings, in place of `input_ids`.
+        """
+        embeddings = self.embed(input_ids, inputs_embeds)
+        length = embeddings.size(1)
+        mask = create_bidirectional_mask(config=self.config, inputs_embeds=embeddings, attention_mask=attention_mask)
+        hidden_states = self.add_positions(embeddings, torch.arange(length, device=embeddings.device), length)
+        for depth in range(self.config.encoder_layers):
+            hidden_states = self.layer_at(depth)(hidden_states, mask, depth=depth, **kwargs)
+        return BaseModelOutput(last_hidden_state=hidden_states)
+
+
+class VanillaTrmDecoder(VanillaTrmStack):
+    """A stack of N identical layers with parameters of their own, each also attending to the encoder's output (section
+    3.1).
+    """
+
+    _can_record_outputs = {  # noqa: RUF012
+        "hidden_states": OutputRecorder(VanillaTrmDecoderLayer, index=0, num_hidden_layers_key="decoder_layers"),
+        "attentions": OutputRecorder(VanillaTrmAttention, index=1, layer_name="self_attn"),
+        "cross_attentions": OutputRecorder(VanillaTrmAttention, index=1, layer_name="cross_attn"),
+    }
+
+    def __init__(self, config: VanillaTrmConfig) -> None:
+        layers: list[nn.Module] = [VanillaTrmDecoderLayer(config) for _ in range(config.decoder_layers)]
+        super().__init__(config, vocab_size=config.decoder_vocab_size or config.vocab_size, layers=layers)
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPastAndCrossAttentions:
+        """Decode target prefixes.
+
+        Args:
+            input_ids: `(batch, target_length)`. Target tokens behind the start token; those not yet cached.
+            attention_mask: `(batch, cached_length + target_length)`. 0 for padding of the target.
+            encoder_hidden_states: `(batch, source_length, d_model)`. The encoder's output.
+            encoder_attention_mask: `(batch, source_length)`. 0 for padding of the source.
+            inputs_embeds: `(batch, target_length, d_model)`. Unscaled embeddings, in place of `input_ids`.
+        """
+        if encoder_hidden_states is None:
+            raise ValueError(
+                "the decoder needs encoder_hidden_states: its cross-attention takes keys and values from them"
+            )
+        embeddings = self.embed(input_ids, inputs_embeds)
+        cache = self._encoder_decoder_cache(cache, bool(use_cache))
+        cached_length = cache.get_seq_length() if cache is not None else 0
+        causal_mask = create_causal_mask(
+            config=self.config,
+            inputs_embeds=embeddings,
+            attention_mask=attention_mask,
+            cache=cache.self_attention_cache if cache is not None else None,
+        )
+        cross_mask = create_bidirectional_mask(
+            config=self.config,
+            inputs_embeds=embeddings,
+            attention_mask=encoder_attention_mask,
+            encoder_hidden_states=encoder_hidden_states,
+        )
+        positions = torch.arange(embeddings.size(1), device=embeddings.device) + cached_length
+        if cache is not None and isinstance(cached_length, Tensor):
+            # A static cache keeps its length on the device; its capacity bounds the positions without reading it.
+            end = cache.get_max_length()
+        else:
+            end = cached_length + embeddings.size(1)
+        hidden_states = self.add_positions(embeddings, positions, end)
+        for depth in range(self.config.decoder_layers):
+            hidden_states = self.layer_at(depth)(
+                hidden_states, encoder_hidden_states, causal_mask, cross_mask, depth=depth, cache=cache, **kwargs
+            )
+        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden_states, cache=cache)
+
+    def _encoder_decoder_cache(self, cache: Cache | None, use_cache: bool) -> EncoderDecoderCache | None:
+        """The given cache, a new one where `use_cache` asks for it, or None."""
+        if cache is None and use_cache:
+            return EncoderDecoderCache(DynamicCache(config=self.config), DynamicCache(config=self.config))
+        if cache is not None and not isinstance(cache, EncoderDecoderCache):
+            raise ValueError(
+                f"cache must be an EncoderDecoderCache, not {type(cache).__name__}: cross-attention has its own"
+            )
+        return cache
+
+
+class VanillaTrmModel(VanillaTrmPreTrainedModel):
+    """Encoder and decoder without a head (figure 1)."""
+
+    def __init__(self, config: VanillaTrmConfig) -> None:
+        super().__init__(config)
+        if config.share_encoder_decoder_embeddings:
+            self.shared = nn.Embedding(config.vocab_size, config.d_model)
+            self._tied_weights_keys = {
+                "encoder.embed_tokens.weight": "shared.weight",
+                "decoder.embed_tokens.weight": "shared.weight",
+            }
+        self.encoder = VanillaTrmEncoder(config)
+        self.decoder = VanillaTrmDecoder(config)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        """The source embedding, which is also the target's where they are shared."""
+        return self.encoder.embed_tokens
+
+    def set_input_embeddings(self, value: Any) -> None:
+        """Replace the source embedding, and the target's where they are shared."""
+        self.encoder.embed_tokens = value
+        if self.config.share_encoder_decoder_embeddings:
+            self.shared = self.decoder.embed_tokens = value
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
+        encoder_outputs: tuple[Tensor, ...] | BaseModelOutput | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        decoder_inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> Seq2SeqModelOutput:
+        """Encode a source and decode a target prefix.
+
+        Args:
+            input_ids: `(batch, source_length)`. Source tokens; not needed where `encoder_outputs` are given.
+            attention_mask: `(batch, source_length)`. 1 for tokens of the source, 0 for padding.
+            decoder_input_ids: `(batch, target_length)`. Target tokens behind the start token.
+            decoder_attention_mask: `(batch, target_length)`. 1 for tokens of the target, 0 for padding.
+        """
+        if encoder_outputs is None:
+            encoder_outputs = self.encoder(
+                input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs
+            )
+        encoded: Any = encoder_outputs
+        if not isinstance(encoded, BaseModelOutput):
+            encoded = BaseModelOutput(*encoded)  # a tuple in the order of the fields
+        decoder_outputs = self.decoder(
+            input_ids=decoder_input_ids,
+            attention_mask=decoder_attention_mask,
+            encoder_hidden_states=encoded.last_hidden_state,
+            encoder_attention_mask=attention_mask,
+            cache=cache,
+            inputs_embeds=decoder_inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        return Seq2SeqModelOutput(
+            last_hidden_state=decoder_outputs.last_hidden_state,
+            cache=decoder_outputs.cache,
+            decoder_hidden_states=decoder_outputs.hidden_states,
+            decoder_attentions=decoder_outputs.attentions,
+            cross_attentions=decoder_outputs.cross_attentions,
+            encoder_last_hidden_state=encoded.last_hidden_state,
+            encoder_hidden_states=encoded.hidden_states,
+            encoder_attentions=encoded.attentions,
+        )
+
+
+class VanillaTrmForConditionalGeneration(VanillaTrmPreTrainedModel, GenerationMixin):
+    """The whole Transformer: the stacks and the output projection, which is the target embedding unless it is untied
+    (section 3.4).
+    """
+
+    def __init__(self, config: VanillaTrmConfig) -> None:
+        super().__init__(config)
+        self.model = VanillaTrmModel(config)
+        self.lm_head = nn.Linear(
+            config.d_model, config.decoder_vocab_size or config.vocab_size, bias=config.output_bias
+        )
+        if config.tie_word_embeddings:
+            shared = config.share_encoder_decoder_embeddings
+            embedding = "model.shared.weight" if shared else "model.decoder.embed_tokens.weight"
+            self._tied_weights_keys = {"lm_head.weight": embedding}
+        self.post_init()
+
+    def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
+        """The labels behind the start token, `(batch, target_length)`; what data collators call.
+
+        Raises:
+            ValueError: The config lacks a start or a padding token.
+        """
+        start, pad = self.config.decoder_start_token_id, self.config.pad_token_id
+        if start is None or pad is None:
+            name = "decoder_start_token_id" if start is None else "pad_token_id"
+            raise ValueError(f"config.{name} is None: labels cannot be shifted to decoder inputs without it")
+        return shift_right(labels, start_token_id=start, pad_token_id=pad)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
+        encoder_outputs: tuple[Tensor, ...] | BaseModelOutput | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        decoder_inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        label_smoothing: float = 0.0,
+        num_items_in_batch: int | Tensor | None = None,
+        return_logits: bool | None = None,
+        **kwargs: Any,
+    ) -> Seq2SeqLMOutput:
+        """Predict target tokens, and their loss where labels are given.
+
+        Args:
+            input_ids: `(batch, source_length)`. Source tokens; not needed where `encoder_outputs` are given.
+            attention_mask: `(batch, source_length)`. 1 for tokens of the source, 0 for padding.
+            decoder_input_ids: `(batch, target_length)`. Target tokens behind the start token; made from `labels` by
+                default.
+            labels: `(batch, target_length)`. Target tokens, EOS included; -100 marks positions without a target.
+            label_smoothing: eps of `-(1 - eps) log p(y) - eps mean_v log p(v)`; the paper trains with 0.1.
+            num_items_in_batch: What the summed loss is divided by; by default the batch's own number of targets. Who
+                accumulates gradients over several batches gives the targets of all of them.
+            return_logits: Whether to return logits beside a loss; by default not in training mode, where they would be
+                the largest tensor of all. Without labels they are always returned.
+        """
+        if labels is not None:
+            use_cache = False
+            if decoder_input_ids is None and decoder_inputs_embeds is None:
+                decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            decoder_input_ids=decoder_input_ids,
+            decoder_attention_mask=decoder_attention_mask,
+            encoder_outputs=encoder_outputs,
+            cache=cache,
+            inputs_embeds=inputs_embeds,
+            decoder_inputs_embeds=decoder_inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        hidden_states = outputs.last_hidden_state
+        if labels is None or return_logits is None:
+            return_logits = labels is None or not self.training
+        logits = self.lm_head(hidden_states) if return_logits or not self._can_chunk_loss() else None
+        loss = None
+        if labels is not None:
+            loss = self._loss(hidden_states, logits, labels, label_smoothing, num_items_in_batch)
+        return Seq2SeqLMOutput(
+            loss=loss,
+            logits=logits if return_logits else None,
+            cache=outputs.cache,
+            decoder_hidden_states=outputs.decoder_hidden_states,
+            decoder_attentions=outputs.decoder_attentions,
+            cross_attentions=outputs.cross_attentions,
+            encoder_last_hidden_state=outputs.encoder_last_hidden_state,
+            encoder_hidden_states=outputs.encoder_hidden_states,
+            encoder_attentions=outputs.encoder_attentions,
+        )
+
+    def _can_chunk_loss(self) -> bool:
+        """Whether the projection's weight may be used outside of its module: not while compiling, sharded, offloaded or
+        wrapped by an adapter.
+        """
+        weight = self.lm_head.weight
+        is_plain = type(self.lm_head) is nn.Linear and type(weight) is nn.Parameter and weight.device.type != "meta"
+        return is_plain and not hasattr(self.lm_head, "_hf_hook") and not is_torchdynamo_compiling()
+
+    def _loss(
+        self,
+        hidden_states: Tensor,
+        logits: Tensor | None,
+        labels: Tensor,
+        label_smoothing: float,
+        num_items_in_batch: int | Tensor | None,
+    ) -> Tensor:
+        """The summed loss over `num_items_in_batch`, or over the number of targets; a batch without targets has loss
+        0.
+        """
+        labels = labels.to(hidden_states.device)
+        if logits is not None:
+            loss = cross_entropy_sum(logits, labels, label_smoothing=label_smoothing)
+        else:
+            loss = projected_cross_entropy_sum(
+                hidden_states, self.lm_head.weight, self.lm_head.bias, labels, label_smoothing=label_smoothing
+            )
+        if num_items_in_batch is None:
+            num_items_in_batch = (labels != -100).sum().clamp(min=1)
+        elif isinstance(num_items_in_batch, Tensor):
+            num_items_in_batch = num_items_in_batch.to(loss.device)
+        return loss / num_items_in_batch
+
+
+__all__ = [
+    "VanillaTrmDecoder",
+    "VanillaTrmEncoder",
+    "VanillaTrmForConditionalGeneration",
+    "VanillaTrmModel",
+    "VanillaTrmPreTrainedModel",
+]
