@@ -102,12 +102,17 @@ class VanillaTrmConfig(PreTrainedConfig):
     is_encoder_decoder: bool = True
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Resolve the aliases and the target vocabulary; `@strict` runs the `validate_...` methods afterwards."""
+        """Resolve the aliases and the target vocabulary, then validate."""
         self._take_alias("num_attention_heads", ("encoder_attention_heads", "decoder_attention_heads"), kwargs)
         self._take_alias("d_ff", ("encoder_ffn_dim", "decoder_ffn_dim"), kwargs)
         if self.decoder_vocab_size is None:
             self.decoder_vocab_size = self.vocab_size
         super().__post_init__(**kwargs)
+        # `@strict` calls them again, now and before saving, but wraps what they raise;
+        # users should see the ValueError itself.
+        self.validate_architecture()
+        self.validate_special_tokens()
+        self.validate_parameter_sharing()
 
     def _take_alias(self, field: str, aliases: tuple[str, str], kwargs: dict[str, Any]) -> None:
         """Move the value given under `aliases` to `field`: here, since `attribute_map` would let the second overwrite

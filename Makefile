@@ -1,0 +1,42 @@
+# `make demo` and `make test` do all the set-up on a fresh machine: a virtual environment in .venv, with the versions of constraints.txt.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+DEMO := runs/demo
+
+.PHONY: demo test test-fast lint clean
+.DEFAULT_GOAL := test
+
+$(VENV)/train: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train]'
+	touch $@
+
+$(VENV)/test: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	touch $@
+
+# Trains on the embedded corpus, then translates the printed examples in a fresh process and compares, byte for byte.
+demo: $(VENV)/train
+	rm -rf $(DEMO)
+	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
+		-m training.train --config training/configs/demo.yaml --output_dir $(DEMO)
+	$(BIN)/python -m training.translate --model $(DEMO)/best --input $(DEMO)/examples.source.txt --output $(DEMO)/examples.reloaded.txt
+	cmp $(DEMO)/examples.translation.txt $(DEMO)/examples.reloaded.txt
+	@paste $(DEMO)/examples.source.txt $(DEMO)/examples.reloaded.txt
+	@echo "A fresh process that loaded $(DEMO)/best through the Auto classes gave the same translations."
+
+lint: $(VENV)/test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest -n auto
+
+test-fast: lint
+	$(BIN)/python -m pytest -n auto -m "not slow"
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

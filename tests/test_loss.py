@@ -1,0 +1,107 @@
+"""The chunked loss against PyTorch's own cross entropy on full logits, in value and gradient."""
+
+import math
+
+import pytest
+import torch
+
+from hf_vanilla_trm import loss as loss_module
+from hf_vanilla_trm.loss import cross_entropy_sum, projected_cross_entropy_sum
+from tests.conftest import tiny_model
+
+
+def inputs(bias, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    hidden_states = torch.randn(3, 5, 6, generator=generator, dtype=dtype).requires_grad_()
+    weight = torch.randn(11, 6, generator=generator, dtype=dtype).requires_grad_()
+    bias = torch.randn(11, generator=generator, dtype=dtype).requires_grad_() if bias else None
+    labels = torch.randint(0, 11, (3, 5), generator=generator)
+    labels[1, 2:] = -100
+    return hidden_states, weight, bias, labels
+
+
+@pytest.mark.parametrize("chunk_elements", [1, 30, 10_000])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_chunks_give_the_loss_and_gradients_of_full_logits(monkeypatch, chunk_elements, bias, label_smoothing):
+    monkeypatch.setitem(loss_module.CHUNK_ELEMENTS, "cpu", chunk_elements)
+    hidden_states, weight, bias, labels = inputs(bias)
+    leaves = [tensor for tensor in (hidden_states, weight, bias) if tensor is not None]
+    ours = projected_cross_entropy_sum(hidden_states, weight, bias, labels, label_smoothing=label_smoothing)
+    logits = torch.nn.functional.linear(hidden_states, weight, bias)
+    expected = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum", label_smoothing=label_smoothing
+    )
+    torch.testing.assert_close(ours, expected)
+    for actual, wanted in zip(
+        torch.autograd.grad(3 * ours, leaves), torch.autograd.grad(3 * expected, leaves), strict=True
+    ):
+        torch.testing.assert_close(actual, wanted)
+
+
+def test_smoothing_spreads_epsilon_over_all_classes():
+    logits, label, epsilon = torch.tensor([[1.0, 2.0, 4.0]]), 1, 0.3
+    log_total = math.log(sum(math.exp(value) for value in (1, 2, 4)))
+    log_probs = [value - log_total for value in (1, 2, 4)]
+    expected = -(1 - epsilon) * log_probs[label] - epsilon * sum(log_probs) / 3
+    assert cross_entropy_sum(logits, torch.tensor([label]), label_smoothing=epsilon).item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("needed", [(True, False), (False, True)])
+def test_only_the_gradients_that_are_needed_are_computed(needed):
+    hidden_states, weight, _, labels = inputs(bias=False)
+    hidden_states.requires_grad_(needed[0])
+    weight.requires_grad_(needed[1])
+    projected_cross_entropy_sum(hidden_states, weight, None, labels).backward()
+    assert (hidden_states.grad is not None, weight.grad is not None) == needed
+
+
+def test_under_autocast_the_loss_stays_close_to_full_precision_and_gradients_keep_their_dtype():
+    hidden_states, weight, bias, labels = inputs(bias=True, dtype=torch.float32)
+    expected = projected_cross_entropy_sum(hidden_states, weight, bias, labels, label_smoothing=0.1)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = projected_cross_entropy_sum(hidden_states, weight, bias, labels, label_smoothing=0.1)
+    assert ours.dtype == torch.float32
+    assert ours.item() == pytest.approx(expected.item(), rel=0.02)
+    ours.backward()
+    assert {tensor.grad.dtype for tensor in (hidden_states, weight, bias)} == {torch.float32}
+
+
+def test_the_training_loss_of_the_model_equals_the_loss_of_its_logits(batch):
+    model = tiny_model(output_bias=True)
+    logits = model(**batch).logits
+    model.train()
+    outputs = model(**batch, label_smoothing=0.1)
+    assert outputs.logits is None
+    real = batch["labels"] != -100
+    expected = torch.nn.functional.cross_entropy(logits[real], batch["labels"][real], label_smoothing=0.1)
+    torch.testing.assert_close(outputs.loss, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(model(**batch, return_logits=True).logits, logits)
+    total = model(**batch, label_smoothing=0.1, num_items_in_batch=1).loss
+    torch.testing.assert_close(total, expected * real.sum(), rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_padding_changes_neither_loss_nor_gradients(batch, training, label_smoothing):
+    model = tiny_model().train(training)
+    longer = {
+        "input_ids": torch.nn.functional.pad(batch["input_ids"], (0, 57), value=1),
+        "attention_mask": torch.nn.functional.pad(batch["attention_mask"], (0, 57)),
+        "labels": torch.nn.functional.pad(batch["labels"], (0, 59), value=-100),
+    }
+    results = []
+    for inputs_of_one_width in (batch, longer):
+        loss = model(**inputs_of_one_width, label_smoothing=label_smoothing).loss
+        results.append((loss, *torch.autograd.grad(loss, list(model.parameters()))))
+    for short, long in zip(*results, strict=True):
+        torch.testing.assert_close(short, long, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_batch_without_targets_has_loss_zero_and_zero_gradients(batch, training):
+    model = tiny_model().train(training)
+    loss = model(**(batch | {"labels": torch.full((3, 5), -100)}), label_smoothing=0.1).loss
+    assert loss.item() == 0
+    loss.backward()
+    assert all(parameter.grad is None or parameter.grad.count_nonzero() == 0 for parameter in model.parameters())

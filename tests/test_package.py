@@ -1,0 +1,123 @@
+"""The package as users get it: what importing does, which way imports run, and what the wheel holds."""
+
+import ast
+import importlib
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import hf_vanilla_trm
+from tests.conftest import tiny_model
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "hf_vanilla_trm"
+# Who may import whom inside the package: imports run one way.
+ALLOWED = {
+    "configuration_vanilla_trm": set(),
+    "layers": set(),
+    "loss": set(),
+    "modeling_vanilla_trm": {"configuration_vanilla_trm", "layers", "loss"},
+    "__init__": {"configuration_vanilla_trm", "modeling_vanilla_trm"},
+}
+
+
+def imports_of(path):
+    """(level, module, names) of every import statement, with level 0 for absolute ones."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((0, alias.name, ()) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.level, node.module, tuple(alias.name for alias in node.names)
+
+
+def run(code, cwd, **environment):
+    """Run Python code in a fresh interpreter outside of the clone."""
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=cwd, env=os.environ | environment, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.stem)
+def test_the_package_is_flat_and_its_imports_run_one_way(path):
+    assert path.parent == PACKAGE
+    for level, module, _ in imports_of(path):
+        assert level in (0, 1)
+        if level == 1:
+            assert module in ALLOWED[path.stem], f"{path.stem} must not import {module}"
+        else:
+            top = module.split(".")[0]
+            assert top in sys.stdlib_module_names | {"torch", "transformers", "huggingface_hub"}, module
+            assert path.stem != "layers" or top in sys.stdlib_module_names | {"torch"}, module
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "training").rglob("*.py")), ids=lambda path: path.stem)
+def test_training_uses_the_packages_public_names_only(path):
+    for _, module, names in imports_of(path):
+        if module and module.split(".")[0] == "hf_vanilla_trm":
+            assert module == "hf_vanilla_trm"
+            assert set(names) <= set(hf_vanilla_trm.__all__)
+
+
+def test_importing_twice_and_reloading_is_harmless():
+    for _ in range(2):
+        importlib.reload(hf_vanilla_trm)
+
+
+@pytest.mark.parametrize("first", ["transformers", "hf_vanilla_trm"])
+def test_importing_registers_and_does_nothing_else(tmp_path, first):
+    code = f"""
+import sys
+import {first}
+import hf_vanilla_trm, transformers
+config = transformers.AutoConfig.for_model("vanilla_trm", d_model=16, num_attention_heads=2, d_ff=8, vocab_size=9)
+assert type(transformers.AutoModelForSeq2SeqLM.from_config(config)).__module__ == "hf_vanilla_trm.modeling_vanilla_trm"
+assert type(transformers.AutoModel.from_config(config)) is hf_vanilla_trm.VanillaTrmModel
+unwanted = {{"datasets", "evaluate", "babel", "matplotlib", "sacrebleu", "training"}} & set(sys.modules)
+assert not unwanted, unwanted
+"""
+    result = run(code, tmp_path, PYTHONPATH=str(ROOT))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == ""
+    assert result.stderr == ""
+
+
+def test_the_model_type_is_ours_alone():
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    assert hf_vanilla_trm.VanillaTrmConfig.model_type not in CONFIG_MAPPING_NAMES
+
+
+def test_without_the_package_loading_fails_with_the_model_type_named(tmp_path):
+    tiny_model().save_pretrained(tmp_path / "model")
+    load = "from transformers import AutoModelForSeq2SeqLM; AutoModelForSeq2SeqLM.from_pretrained('model')"
+    without = run(load, tmp_path, PYTHONPATH="")
+    assert without.returncode != 0
+    assert "vanilla_trm" in without.stderr
+    assert run(f"import hf_vanilla_trm; {load}", tmp_path, PYTHONPATH=str(ROOT)).returncode == 0
+
+
+@pytest.mark.slow
+def test_the_built_wheel_holds_the_package_alone_and_works_outside_the_clone(tmp_path):
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+    subprocess.run(build, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = {Path(name) for name in zipfile.ZipFile(wheel).namelist()}
+    files = {path for path in names if not path.parts[0].endswith(".dist-info")}
+    assert files == {path.relative_to(ROOT) for path in PACKAGE.iterdir() if path.suffix == ".py" or path.name == "py.typed"}
+    site = tmp_path / "site"
+    install = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", str(site), str(wheel)]
+    subprocess.run(install, check=True, capture_output=True)
+    tiny_model().save_pretrained(tmp_path / "model")
+    code = f"""
+import hf_vanilla_trm, torch
+from transformers import AutoModelForSeq2SeqLM
+assert hf_vanilla_trm.__file__.startswith({str(site)!r}), hf_vanilla_trm.__file__
+print(AutoModelForSeq2SeqLM.from_pretrained("model").generate(torch.tensor([[5, 6, 2]]), max_new_tokens=3).shape[0])
+"""
+    result = run(code, tmp_path, PYTHONPATH=str(site))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "1"

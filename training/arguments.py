@@ -1,0 +1,241 @@
+"""The arguments of training: dataclasses, their defaults, and a YAML file below the command line.
+
+Every default stands once, here (or, for the architecture, in `VanillaTrmConfig`). `--config FILE.yaml` replaces
+defaults and a flag beats both. A key of the file that is not an argument stops the run.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from transformers import HfArgumentParser
+
+
+@dataclass
+class ModelArguments:
+    """The architecture. A field left at None takes the default of `VanillaTrmConfig`."""
+
+    d_model: int | None = field(default=None, metadata={"help": "Width of every layer's input and output."})
+    d_ff: int | None = field(default=None, metadata={"help": "Width of the feed-forward networks' inner layer."})
+    encoder_layers: int | None = field(default=None, metadata={"help": "Depth of the encoder."})
+    decoder_layers: int | None = field(default=None, metadata={"help": "Depth of the decoder."})
+    num_attention_heads: int | None = field(default=None, metadata={"help": "Heads; must divide d_model."})
+    dropout: float | None = field(default=None, metadata={"help": "Dropout of sub-layer outputs and embeddings."})
+    attention_dropout: float | None = field(default=None, metadata={"help": "Dropout of attention probabilities."})
+    activation_dropout: float | None = field(default=None, metadata={"help": "Dropout after the ReLU."})
+    parameter_sharing: str | None = field(default=None, metadata={"help": "none, attention, ffn or all."})
+    num_unique_layers: int | None = field(default=None, metadata={"help": "Layers stored per stack when sharing."})
+    sharing_order: str | None = field(default=None, metadata={"help": "sequence, cycle or cycle_reverse."})
+    embedding_size: int | None = field(default=None, metadata={"help": "Width of factorised embeddings."})
+
+    def given(self) -> dict[str, Any]:
+        """Return the fields that were set, as keyword arguments for `VanillaTrmConfig`."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+
+
+@dataclass
+class DataArguments:
+    """Where the sentence pairs come from: exactly one of four kinds of data.
+
+    Raises:
+        ValueError: If no kind of data or more than one is given, or only one side of two aligned files.
+    """
+
+    embedded_corpus: str | None = field(
+        default=None, metadata={"help": "Corpus generated from CLDR, without download: en-de or en-zh."}
+    )
+    train_source: str | None = field(default=None, metadata={"help": "Text file, a source sentence a line."})
+    train_target: str | None = field(default=None, metadata={"help": "Text file aligned with train_source."})
+    validation_source: str | None = field(default=None, metadata={"help": "As train_source, for validation."})
+    validation_target: str | None = field(default=None, metadata={"help": "As train_target, for validation."})
+    test_source: str | None = field(default=None, metadata={"help": "As train_source, for the test."})
+    test_target: str | None = field(default=None, metadata={"help": "As train_target, for the test."})
+    train_file: str | None = field(default=None, metadata={"help": "TSV, CSV, JSON lines or parquet file of pairs."})
+    validation_file: str | None = field(default=None, metadata={"help": "As train_file, for validation."})
+    test_file: str | None = field(default=None, metadata={"help": "As train_file, for the test."})
+    dataset_name: str | None = field(default=None, metadata={"help": "Id of a data set on the Hub."})
+    dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of that data set."})
+    train_split: str = field(default="train", metadata={"help": "Split of the Hub data set to train on."})
+    validation_split: str = field(default="validation", metadata={"help": "Split to validate on."})
+    test_split: str = field(default="test", metadata={"help": "Split to test on."})
+    source_column: str = field(default="source", metadata={"help": "Column of sources; dots reach into structs."})
+    target_column: str = field(default="target", metadata={"help": "Column of targets; dots reach into structs."})
+    max_source_length: int = field(default=256, metadata={"help": "Tokens, EOS included; longer rows are dropped."})
+    max_target_length: int = field(default=256, metadata={"help": "Tokens, EOS included; longer rows are dropped."})
+    tokenizer: str | None = field(
+        default=None, metadata={"help": "Folder or Hub id of a tokenizer; without it one is trained."}
+    )
+    vocab_size: int = field(default=8000, metadata={"help": "Vocabulary of a tokenizer trained here."})
+
+    def __post_init__(self) -> None:
+        kinds = {
+            "embedded_corpus": self.embedded_corpus,
+            "train_source": self.train_source or self.train_target,
+            "train_file": self.train_file,
+            "dataset_name": self.dataset_name,
+        }
+        given = [kind for kind, value in kinds.items() if value is not None]
+        if len(given) != 1:
+            raise ValueError(f"give exactly one of {', '.join(kinds)}; got {', '.join(given) or 'none of them'}")
+        for split in ("train", "validation", "test"):
+            source, target = getattr(self, f"{split}_source"), getattr(self, f"{split}_target")
+            if (source is None) != (target is None):
+                raise ValueError(
+                    f"{split}_source and {split}_target go together; got {split}_source={source}, "
+                    f"{split}_target={target}"
+                )
+
+
+@dataclass
+class RecipeArguments:
+    """The recipe: section 5 of the paper (optimizer, schedule, regularisation), limits, evaluation and output.
+
+    Lengths of training count updates, that is, steps of the optimizer.
+
+    Raises:
+        ValueError: If a value is out of range, or if nothing ever stops the run.
+    """
+
+    output_dir: str = field(metadata={"help": "Folder of everything that the run writes."})
+    seed: int = field(default=42, metadata={"help": "Seed of weights, data order and dropout."})
+
+    learning_rate: float | None = field(
+        default=None, metadata={"help": "Peak of the schedule; without it the paper's formula decides."}
+    )
+    warmup_steps: int = field(default=4000, metadata={"help": "Updates of linear warm-up."})
+    cooldown_steps: int = field(default=0, metadata={"help": "Last updates, in which the rate falls to zero."})
+    adam_beta1: float = field(default=0.9, metadata={"help": "Decay of Adam's first moment."})
+    adam_beta2: float = field(default=0.98, metadata={"help": "Decay of Adam's second moment."})
+    adam_epsilon: float = field(default=1e-9, metadata={"help": "Adam's epsilon."})
+    label_smoothing: float = field(default=0.1, metadata={"help": "Mass spread over the whole vocabulary."})
+    max_grad_norm: float = field(default=0.0, metadata={"help": "Clip the gradient's global norm; 0 is off."})
+    batch_tokens: int = field(
+        default=4096, metadata={"help": "Rows times longest side, at most, of one batch of one process."}
+    )
+    gradient_accumulation_steps: int = field(default=1, metadata={"help": "Batches per update."})
+
+    max_updates: int | None = field(default=None, metadata={"help": "Stop after so many updates."})
+    max_epochs: int | None = field(default=None, metadata={"help": "Stop after so many passes over the data."})
+    max_minutes: float | None = field(
+        default=None, metadata={"help": "Stop after so many minutes of training, its evaluations included."}
+    )
+    early_stopping_patience: int = field(
+        default=0, metadata={"help": "Stop after so many evaluations without a better metric; 0 is off."}
+    )
+
+    eval_every: int | None = field(default=None, metadata={"help": "Updates between evaluations; else each epoch."})
+    eval_max_rows: int = field(default=500, metadata={"help": "Validation rows decoded during training; 0 is all."})
+    eval_beams: int = field(default=1, metadata={"help": "Beams of decoding during training."})
+    eval_batch_tokens: int = field(
+        default=8192, metadata={"help": "Source tokens times beams in a batch of decoding, at most."}
+    )
+    metric_for_best_model: Literal["bleu", "chrf", "exact_match", "loss"] = field(
+        default="bleu", metadata={"help": "Validation metric that chooses the best model."}
+    )
+    bleu_tokenize: str = field(default="13a", metadata={"help": "sacreBLEU's tokenizer: 13a, zh, ja-mecab, ..."})
+    num_samples: int = field(default=3, metadata={"help": "Sample translations printed at each evaluation."})
+
+    num_beams: int = field(default=4, metadata={"help": "Beams of the final evaluation, saved with the model."})
+    length_penalty: float = field(
+        default=1.0, metadata={"help": "Hugging Face's: a score is divided by length ** length_penalty."}
+    )
+    max_length_a: float = field(default=1.0, metadata={"help": "A target has at most a * source_length + b tokens."})
+    max_length_b: int = field(default=50, metadata={"help": "The b of max_length_a."})
+
+    save_every: int | None = field(default=None, metadata={"help": "Updates between checkpoints; else as eval_every."})
+    keep_checkpoints: int = field(default=3, metadata={"help": "Newest checkpoints kept, besides the best; 0 is all."})
+    allow_changes: bool = field(
+        default=False, metadata={"help": "Continue a run although its arguments differ from those it began with."}
+    )
+    logging_every: int = field(default=50, metadata={"help": "Updates between lines of the log."})
+    report_to: Literal["tensorboard", "wandb", "trackio", "none"] = field(
+        default="tensorboard", metadata={"help": "Where Accelerate sends the metrics."}
+    )
+    mixed_precision: Literal["no", "bf16", "fp16"] | None = field(
+        default=None, metadata={"help": "Autocast; without it what the launcher says."}
+    )
+    use_cpu: bool = field(default=False, metadata={"help": "Train on the CPU although there is an accelerator."})
+    cpu_threads: int | None = field(
+        default=None,
+        metadata={"help": "PyTorch's threads on a CPU; else a machine's ranks share its cores."},
+    )
+    num_workers: int = field(default=0, metadata={"help": "Processes that load data, for each rank."})
+
+    def __post_init__(self) -> None:
+        if self.max_updates is None and self.max_epochs is None and self.max_minutes is None:
+            raise ValueError("nothing stops this run: give max_updates, max_epochs or max_minutes")
+        may_be_zero = {"seed", "warmup_steps", "cooldown_steps", "label_smoothing", "max_grad_norm", "num_workers"}
+        may_be_zero |= {"early_stopping_patience", "eval_max_rows", "num_samples", "keep_checkpoints"}
+        may_be_zero |= {"max_length_a", "max_length_b", "adam_beta1", "adam_beta2"}
+        for name, value in vars(self).items():
+            if not isinstance(value, int | float) or name == "length_penalty":
+                continue
+            if name in may_be_zero and not value >= 0:
+                raise ValueError(f"{name} ({value}) must not be negative")
+            if name not in may_be_zero and not isinstance(value, bool) and not value > 0:
+                raise ValueError(f"{name} ({value}) must be greater than 0")
+        for name in ("label_smoothing", "adam_beta1", "adam_beta2"):
+            if not getattr(self, name) < 1:
+                raise ValueError(f"{name} ({getattr(self, name)}) must be below 1")
+        if self.cooldown_steps and self.max_updates is None:
+            raise ValueError(f"cooldown_steps ({self.cooldown_steps}) counts back from max_updates: give it")
+
+
+Arguments = tuple[ModelArguments, DataArguments, RecipeArguments]
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> Arguments:
+    """Parse flags over the YAML file that `--config` names.
+
+    Args:
+        arguments: The command line without the program's name; `sys.argv[1:]` when None.
+
+    Raises:
+        SystemExit: With code 2 and the reason on stderr, if an argument is unknown or its value breaks a rule.
+    """
+    command_line = list(sys.argv[1:] if arguments is None else arguments)
+    parser = HfArgumentParser(
+        (ModelArguments, DataArguments, RecipeArguments), allow_abbrev=False, description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--config", help="YAML file of arguments; flags win over it.")
+    config_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    config_parser.add_argument("--config", type=Path)
+    config, flags = config_parser.parse_known_args(command_line)
+    try:
+        if config.config is not None:
+            flags = _flags_of_yaml(config.config) + flags
+        model, data, recipe = parser.parse_args_into_dataclasses(flags, look_for_args_file=False)[:3]
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    return model, data, recipe
+
+
+def _flags_of_yaml(path: Path) -> list[str]:
+    """Return a YAML file as flags, so that argparse reads both alike; YAML takes `1e-4` for text and `no` for False."""
+    try:
+        root = yaml.compose(path.read_text(encoding="utf-8"), yaml.BaseLoader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not YAML: {error}") from error
+    if root is not None and not isinstance(root, yaml.MappingNode):
+        raise ValueError(f"{path} must hold lines of the form `argument: value`")
+    names = [
+        field.name for kind in (ModelArguments, DataArguments, RecipeArguments) for field in dataclasses.fields(kind)
+    ]
+    flags: dict[str, str] = {}
+    for key, value in root.value if root is not None else ():
+        place = f"{path}, line {key.start_mark.line + 1}"
+        if key.value not in names:
+            nearest = difflib.get_close_matches(str(key.value), names, n=1, cutoff=0)[0]
+            raise ValueError(f"{place}: unknown argument {key.value!r}; did you mean {nearest!r}?")
+        if key.value in flags:
+            raise ValueError(f"{place}: {key.value} stands twice")
+        if not isinstance(value, yaml.ScalarNode):
+            raise ValueError(f"{place}: {key.value} takes one value")
+        flags[key.value] = value.value
+    return [f"--{name}={value}" for name, value in flags.items() if value not in ("", "null", "~")]

@@ -1,0 +1,89 @@
+"""Average the weights of checkpoints, as section 6.1 of the paper does with the last 5 or 20.
+
+`python -m training.average_checkpoints --run DIR --last 5 --output DIR` averages the newest checkpoints of a run;
+`--checkpoints DIR DIR ...` names them. The output is a folder that the Auto classes load.
+"""
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedModel
+
+import hf_vanilla_trm  # noqa: F401  (its import makes the Auto classes know the model)
+from training.checkpoint import find_checkpoints, save_model_folder
+
+logger = logging.getLogger("training")
+
+
+def average_checkpoints(folders: Sequence[Path]) -> PreTrainedModel:
+    """Return the first checkpoint's model with each weight the mean over all checkpoints.
+
+    A parameter that several modules share is one parameter, averaged once. Sums are in float64.
+
+    Args:
+        folders: Folders that `from_pretrained` loads, in any order.
+
+    Raises:
+        ValueError: If there are no folders, or one holds other parameters than the first.
+    """
+    if not folders:
+        raise ValueError("there is nothing to average: no checkpoint is given")
+    model = AutoModelForSeq2SeqLM.from_pretrained(folders[0])
+    sums = {name: parameter.detach().double() for name, parameter in model.named_parameters()}
+    for folder in folders[1:]:
+        other = dict(AutoModelForSeq2SeqLM.from_pretrained(folder).named_parameters())
+        different = [
+            name
+            for name in sorted(sums.keys() | other.keys())
+            if name not in sums or name not in other or sums[name].shape != other[name].shape
+        ]
+        if different:
+            raise ValueError(
+                f"{folder} and {folders[0]} differ in the parameter {different[0]}: they are not one run's"
+            )
+        for name, parameter in other.items():
+            sums[name] += parameter.detach().double()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(sums[name] / len(folders))
+    return model
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Average and save; return the exit code."""
+    logging.basicConfig(format="%(message)s", level=logging.INFO)
+    transformers.utils.logging.disable_progress_bar()
+    parser = argparse.ArgumentParser(description="Average the weights of checkpoints.", allow_abbrev=False)
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--checkpoints", type=Path, nargs="+", metavar="DIR", help="the checkpoints to average")
+    which.add_argument("--run", type=Path, help="output_dir of a training run, for its newest checkpoints")
+    parser.add_argument("--last", type=int, help="how many of the run's checkpoints (with --run)")
+    parser.add_argument("--output", type=Path, required=True, help="folder for the averaged model")
+    options = parser.parse_args(arguments)
+    if (options.run is None) != (options.last is None):
+        parser.error("--run and --last go together")
+
+    folders = options.checkpoints
+    if options.run is not None:
+        found = find_checkpoints(options.run)
+        if not 0 < options.last <= len(found):
+            parser.error(
+                f"--last ({options.last}) must be from 1 to the {len(found)} checkpoints kept in {options.run}"
+            )
+        folders = found[-options.last :]
+    try:
+        model = average_checkpoints(folders)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    save_model_folder(options.output, model, AutoTokenizer.from_pretrained(folders[0]))
+    logger.info("averaged %s into %s", ", ".join(map(str, folders)), options.output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""What a run writes about itself: its origin (run.json), its metrics (metrics.jsonl, curves.png) and its results."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import matplotlib.figure
+import torch
+from accelerate import Accelerator
+
+LIBRARIES = ("hf_vanilla_trm", "torch", "transformers", "accelerate", "datasets", "tokenizers", "sacrebleu")
+MAY_CHANGE = ("output_dir", "allow_changes")
+"""Arguments that may differ when a run is continued: they do not touch what is trained."""
+
+
+class RunLog:
+    """The files of one run. Only the main process writes.
+
+    Args:
+        run: The run's folder.
+        accelerator: Knows the main process and the trackers.
+    """
+
+    def __init__(self, run: Path, accelerator: Accelerator) -> None:
+        self.run = run
+        self.accelerator = accelerator
+        self.run_file = run / "run.json"
+        self.metrics_file = run / "metrics.jsonl"
+        self.results_file = run / "results.json"
+
+    def check(self, arguments: dict[str, Any], *, allow_changes: bool) -> None:
+        """Refuse to continue a run with other arguments than it was begun with.
+
+        Args:
+            arguments: All arguments by name.
+            allow_changes: Continue all the same.
+
+        Raises:
+            ValueError: If arguments differ and may not; the message names them with both values.
+        """
+        recorded = self._read_run_file()
+        if recorded is None or allow_changes:
+            return
+        old, new = recorded["arguments"], self._settings(arguments)
+        changed = [
+            f"{name} was {old.get(name)}, is {new.get(name)}"
+            for name in sorted(old.keys() | new.keys())
+            if old.get(name) != new.get(name) and name not in MAY_CHANGE
+        ]
+        if changed:
+            raise ValueError(
+                f"{self.run} was begun with other arguments: {'; '.join(changed)}. Use another output_dir, or continue "
+                "with --allow_changes"
+            )
+
+    def begin(self, arguments: dict[str, Any], *, update: int) -> None:
+        """Record the resolved arguments and the session's origin, before its first step.
+
+        Args:
+            arguments: All arguments by name.
+            update: Updates done before this session; 0 starts the records anew.
+        """
+        settings = self._settings(arguments)
+        if self.accelerator.is_main_process:
+            recorded = self._read_run_file() if update > 0 else None
+            sessions = [*(recorded["sessions"] if recorded else []), _session(update, self.accelerator)]
+            _write_json(self.run_file, {"arguments": settings, "sessions": sessions})
+            self._keep_metrics_until(update)
+        scalars = {name: value for name, value in settings.items() if isinstance(value, int | float | str)}
+        tensorboard = {"purge_step": update + 1}
+        self.accelerator.init_trackers("tensorboard", config=scalars, init_kwargs={"tensorboard": tensorboard})
+
+    def metrics(self, update: int, values: dict[str, Any]) -> None:
+        """Append one line to metrics.jsonl and send the numbers to the trackers."""
+        if self.accelerator.is_main_process:
+            with self.metrics_file.open("a") as file:
+                file.write(json.dumps({"update": update, **values}) + "\n")
+        numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
+        self.accelerator.log(numbers, step=update)
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """Return the lines of metrics.jsonl."""
+        if not self.metrics_file.exists():
+            return []
+        return [json.loads(line) for line in self.metrics_file.read_text().splitlines()]
+
+    def plot(self) -> None:
+        """Draw curves.png: both losses, and the validation's BLEU, chrF and exact match, over updates."""
+        if not self.accelerator.is_main_process:
+            return
+        rows = self.read_metrics()
+        figure = matplotlib.figure.Figure(figsize=(10, 4), layout="constrained")
+        losses, scores = figure.subplots(1, 2)
+        lines = [
+            (losses, "train_loss", "training (with label smoothing)"),
+            (losses, "validation_loss", "validation"),
+            (scores, "validation_bleu", "BLEU"),
+            (scores, "validation_chrf", "chrF"),
+            (scores, "validation_exact_match", "exact match"),
+        ]
+        for axes, name, label in lines:
+            points = [(row["update"], row[name]) for row in rows if name in row]
+            if points:
+                axes.plot(*zip(*points, strict=True), label=label, marker="." if name != "train_loss" else None)
+        for axes, title in (
+            (losses, "loss per target token (nats)"),
+            (scores, "validation during training (0-100)"),
+        ):
+            axes.set(xlabel="update", title=title)
+            axes.grid(alpha=0.3)
+            if axes.lines:
+                axes.legend()
+        temporary = self.run / ".curves.png"
+        figure.savefig(temporary, dpi=110, format="png")
+        os.replace(temporary, self.run / "curves.png")
+
+    def results(self, values: dict[str, Any]) -> None:
+        """Write results.json, which says that the run is finished."""
+        if self.accelerator.is_main_process:
+            _write_json(self.results_file, {**values, "command": shlex.join(sys.orig_argv)})
+
+    def _settings(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        return {**arguments, "num_processes": self.accelerator.num_processes}
+
+    def _read_run_file(self) -> dict[str, Any] | None:
+        return json.loads(self.run_file.read_text()) if self.run_file.exists() else None
+
+    def _keep_metrics_until(self, update: int) -> None:
+        """Drop what an interrupted session logged after its last checkpoint: it will be logged again."""
+        kept = [row for row in self.read_metrics() if row["update"] <= update and update > 0]
+        self.metrics_file.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        self.results_file.unlink(missing_ok=True)
+
+
+def _session(update: int, accelerator: Accelerator) -> dict[str, Any]:
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "from_update": update,
+        "command": shlex.join(sys.orig_argv),
+        "git": _git_state(),
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in LIBRARIES}},
+        "hardware": {
+            "cpu": _cpu_name(),
+            "cpu_count": os.cpu_count(),
+            "torch_threads": torch.get_num_threads(),
+            "device": str(accelerator.device),
+            "device_name": torch.cuda.get_device_name() if accelerator.device.type == "cuda" else None,
+        },
+        "num_processes": accelerator.num_processes,
+        "mixed_precision": accelerator.mixed_precision,
+    }
+
+
+def _git_state() -> dict[str, Any] | None:
+    """Return the commit of this code and whether it had changes, or None outside a clone."""
+    folder = Path(__file__).parent
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", "-C", folder, *words], capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _version(library: str) -> str | None:
+    try:
+        return importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:  # ours, run from a clone
+        return None
+
+
+def _cpu_name() -> str:
+    try:
+        names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        return names[0].partition(":")[2].strip()
+    except (OSError, IndexError):
+        return platform.processor()
+
+
+def _write_json(file: Path, value: object) -> None:
+    temporary = file.with_name(f".{file.name}")
+    temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    os.replace(temporary, file)

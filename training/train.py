@@ -1,0 +1,238 @@
+"""Train a model from scratch: `accelerate launch -m training.train --config FILE.yaml [--flag value ...]`.
+
+The same command started again continues from the newest checkpoint; a finished run is left alone.
+"""
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import transformers
+from accelerate import Accelerator
+from datasets import Dataset, DatasetDict
+from tqdm.contrib.logging import logging_redirect_tqdm
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from hf_vanilla_trm import VanillaTrmConfig, VanillaTrmForConditionalGeneration
+from training.arguments import DataArguments, ModelArguments, RecipeArguments, parse_arguments
+from training.checkpoint import find_checkpoints
+from training.data import load_pairs, tokenize_pairs
+from training.evaluation import Evaluator, spaced_rows
+from training.loop import TrainingLoop
+from training.run_log import RunLog
+from training.tokenizer import load_tokenizer, train_tokenizer
+from training.translate import as_line, decoding_config, load, translate_all
+
+logger = logging.getLogger("training")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train as the arguments say; return the exit code."""
+    model_arguments, data_arguments, recipe = parse_arguments(arguments)
+    accelerator = start_accelerator(recipe)
+    start_logging(accelerator)
+    run = Path(recipe.output_dir)
+    run.mkdir(parents=True, exist_ok=True)
+    log = RunLog(run, accelerator)
+    all_arguments = {**vars(model_arguments), **vars(data_arguments), **vars(recipe)}
+    with logging_redirect_tqdm():
+        if find_checkpoints(run):
+            log.check(all_arguments, allow_changes=recipe.allow_changes)
+        splits = load_pairs(data_arguments)
+        tokenizer = prepare_tokenizer(splits, data_arguments, run, accelerator)
+        tokenized = tokenize_splits(splits, tokenizer, data_arguments, accelerator)
+        evaluators = {
+            split: Evaluator(splits[split], tokenized[split], tokenizer, recipe=recipe, accelerator=accelerator)
+            for split in ("validation", "test")
+            if split in splits
+        }
+        loop = TrainingLoop(
+            build_model(model_arguments, data_arguments, recipe, tokenizer),
+            tokenizer,
+            tokenized["train"],
+            recipe=recipe,
+            accelerator=accelerator,
+            log=log,
+            evaluator=evaluators.get("validation"),
+        )
+        if log.results_file.exists() and loop.stop_reason() is not None:
+            logger.info("%s is finished (%s): nothing to do", run, loop.stop_reason())
+            return 0
+        log.begin(all_arguments, update=loop.progress.update)
+        reason = loop.train()
+        report(loop, reason, evaluators, log)
+    accelerator.end_training()
+    return 0
+
+
+def start_accelerator(recipe: RecipeArguments) -> Accelerator:
+    """Start Accelerate, and make sure that as many processes train together as the launcher was asked for.
+
+    Raises:
+        RuntimeError: If they do not; they would train as many separate models, or fewer would train than asked for.
+    """
+    accelerator = Accelerator(
+        cpu=recipe.use_cpu or not torch.accelerator.is_available(),  # without it, ranks on a CPU ignore each other
+        mixed_precision=recipe.mixed_precision,
+        log_with=None if recipe.report_to == "none" else recipe.report_to,
+        project_dir=recipe.output_dir,
+    )
+    asked = processes_asked_for()
+    if accelerator.num_processes != asked:
+        raise RuntimeError(
+            f"the launcher was asked for {asked} processes, but {accelerator.num_processes} would train together; on a "
+            "CPU use `torchrun --nproc_per_node N -m training.train ...` (`accelerate launch --cpu` starts only one)"
+        )
+    if accelerator.device.type == "cpu":
+        # `accelerate launch` leaves a CPU one thread unless it is told otherwise.
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        torch.set_num_threads(recipe.cpu_threads or max(1, cores // ranks_here))
+    return accelerator
+
+
+def processes_asked_for() -> int:
+    """Return the number of processes that the launcher was asked for, as far as it can be seen.
+
+    torchrun tells its processes. `accelerate launch --cpu --num_processes 2` starts a single one and tells it nothing,
+    so the launcher's own command line is read.
+    """
+    if "WORLD_SIZE" in os.environ:
+        return int(os.environ["WORLD_SIZE"])
+    launcher = psutil.Process().parent()
+    try:
+        words = launcher.cmdline() if launcher is not None else []
+    except psutil.Error:
+        return 1
+    if not any("accelerate" in word for word in words[:3]):
+        return 1
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--num_processes", "--num-processes", type=int, default=1)
+    own = words.index("training.train") if "training.train" in words else len(words)
+    return max(1, parser.parse_known_args(words[:own])[0].num_processes)
+
+
+def start_logging(accelerator: Accelerator) -> None:
+    """Log to stderr, on the main process only."""
+    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.WARNING)
+    logging.getLogger("training").setLevel(logging.INFO if accelerator.is_main_process else logging.ERROR)
+    transformers.utils.logging.disable_progress_bar()
+
+
+def prepare_tokenizer(
+    splits: DatasetDict, arguments: DataArguments, run: Path, accelerator: Accelerator
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer asked for, or train one on the training split, once for all ranks and sessions."""
+    if arguments.tokenizer is not None:
+        return load_tokenizer(arguments.tokenizer)
+    folder = run / "tokenizer"
+    if accelerator.is_main_process and not (folder.exists() and find_checkpoints(run)):
+        logger.info("training a tokenizer of %d entries", arguments.vocab_size)
+        train_tokenizer(_texts(splits["train"]), arguments.vocab_size).save_pretrained(folder)
+    accelerator.wait_for_everyone()
+    return load_tokenizer(str(folder))
+
+
+def tokenize_splits(
+    splits: DatasetDict, tokenizer: PreTrainedTokenizerBase, arguments: DataArguments, accelerator: Accelerator
+) -> dict[str, Dataset]:
+    """Tokenise every split; rows unfit for training are dropped from it and reported, evaluation keeps all."""
+    tokenized = {}
+    with accelerator.main_process_first():
+        for name, split in splits.items():
+            tokenized[name], counts = tokenize_pairs(
+                split,
+                tokenizer,
+                max_source_length=arguments.max_source_length,
+                max_target_length=arguments.max_target_length,
+                drop=name == "train",
+            )
+            logger.info("%s: %s", name, counts)
+    return tokenized
+
+
+def build_model(
+    model_arguments: ModelArguments,
+    data_arguments: DataArguments,
+    recipe: RecipeArguments,
+    tokenizer: PreTrainedTokenizerBase,
+) -> VanillaTrmForConditionalGeneration:
+    """Return a new model with weights drawn from the seed, and its generation config."""
+    start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.pad_token_id
+    tokens = {
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "decoder_start_token_id": start,
+    }
+    torch.manual_seed(recipe.seed)
+    model = VanillaTrmForConditionalGeneration(
+        VanillaTrmConfig(vocab_size=len(tokenizer), **tokens, **model_arguments.given())
+    )
+    model.generation_config = GenerationConfig(
+        **tokens,
+        num_beams=recipe.num_beams,
+        length_penalty=recipe.length_penalty if recipe.num_beams > 1 else None,
+        max_new_tokens=data_arguments.max_target_length,
+        max_length_a=recipe.max_length_a,
+        max_length_b=recipe.max_length_b,
+    )
+    logger.info("%d parameters, vocabulary %d", model.num_parameters(), len(tokenizer))
+    return model
+
+
+def report(loop: TrainingLoop, reason: str, evaluators: dict[str, Evaluator], log: RunLog) -> None:
+    """Evaluate the best model on whole splits, as a user would load it, and write the results and some examples."""
+    recipe, progress, accelerator = loop.recipe, loop.progress, loop.accelerator
+    model, tokenizer = load(str(loop.run / "best"), str(accelerator.device))
+    results: dict[str, Any] = {
+        "stopped": reason,
+        "parameters": model.num_parameters(),
+        "updates": progress.update,
+        "epochs": progress.epoch,
+        "minutes": round(progress.seconds / 60, 2),
+        "target_tokens": progress.target_tokens,
+        "target_tokens_per_second": round(progress.target_tokens / progress.update_seconds, 1),
+        "best": {"update": progress.best_update, recipe.metric_for_best_model: progress.best_metric},
+    }
+    for split, evaluator in evaluators.items():
+        results[split] = evaluator.final(model)
+        shown = (f"{name} {value:.2f}" if isinstance(value, float) else value for name, value in results[split].items())
+        logger.info("%s, best model, num_beams %d: %s", split, recipe.num_beams, ", ".join(shown))
+    if accelerator.is_main_process:
+        for split in ("test", "validation"):
+            if split in evaluators:
+                write_examples(loop.run, evaluators[split].sources, model, tokenizer, recipe)
+                break
+    log.results(results)
+    logger.info("training stopped: %s. The results are in %s", reason, log.results_file)
+
+
+def write_examples(
+    run: Path, sources: list[str], model: Any, tokenizer: PreTrainedTokenizerBase, recipe: RecipeArguments
+) -> None:
+    """Write some sources and their translations, which `python -m training.translate` gives again, byte for byte."""
+    chosen = [as_line(sources[row]) for row in spaced_rows(len(sources), recipe.num_samples)]
+    translations = translate_all(
+        model, tokenizer, chosen, decoding_config(model), batch_tokens=recipe.eval_batch_tokens
+    )
+    for name, lines in (("source", chosen), ("translation", translations)):
+        (run / f"examples.{name}.txt").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    for source, translation in zip(chosen, translations, strict=True):
+        logger.info("example\n  source      %s\n  translation %s", source, translation)
+
+
+def _texts(split: Dataset) -> Iterator[str]:
+    for rows in split.iter(batch_size=1000):
+        yield from rows["source"]
+        yield from rows["target"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
