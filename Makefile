@@ -21,7 +21,7 @@ $(VENV)/test: pyproject.toml constraints.txt
 demo: $(VENV)/train
 	rm -rf $(DEMO)
 	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
-		-m training.train --config training/configs/demo.yaml --output_dir $(DEMO)
+		-m training.train --config training/configs/demo.yaml --output_dir $(DEMO) $(DEMO_FLAGS)
 	$(BIN)/python -m training.translate --model $(DEMO)/best --input $(DEMO)/examples.source.txt --output $(DEMO)/examples.reloaded.txt
 	cmp $(DEMO)/examples.translation.txt $(DEMO)/examples.reloaded.txt
 	@paste $(DEMO)/examples.source.txt $(DEMO)/examples.reloaded.txt

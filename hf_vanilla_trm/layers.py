@@ -93,8 +93,8 @@ class FeedForward(nn.Module):
 def embedding_scale(d_model: int) -> float:
     """The sqrt(d_model) by which embeddings are multiplied (section 3.4).
 
-    The embedding matrix is also the output projection, so its entries are small (standard deviation d_model^-0.5); the
-    factor brings the vectors that enter the stacks to the size of the sines and cosines added to them.
+    The embedding matrix is also the output projection, so its entries are small; the factor brings the vectors that
+    enter the stacks near the size of the sines and cosines added to them.
     """
     return math.sqrt(d_model)
 

@@ -224,9 +224,11 @@ class VanillaTrmDecoderLayer(GradientCheckpointingLayer):
 class VanillaTrmPreTrainedModel(PreTrainedModel):
     """What all classes share: initialisation, embeddings and ties.
 
-    The paper does not say how it initialises. Linear maps are Xavier uniform with zero biases. Embeddings are N(0, 1 /
-    d_model): multiplied by sqrt(d_model) they enter at unit variance, and as the output projection they give logits of
-    unit variance, so that a fresh model's loss is close to ln(vocab_size).
+    The paper does not say how it initialises. Here every matrix is drawn from N(0, 0.02^2), and biases are zero. Each
+    sub-layer then starts as a small correction to its residual, and post-LN stacks learn much sooner than with Xavier's
+    larger weights (measured in `training/RESULTS.md`). Embeddings of that size give the tied output small logits, so
+    that a fresh model's loss is close to ln(vocab_size); with N(0, 1 / d_model), the other usual choice, the residuals
+    would carry each input token straight to its own large logit.
     """
 
     config: VanillaTrmConfig
@@ -241,12 +243,10 @@ class VanillaTrmPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         # The functions of `init` leave loaded tensors alone; writing to `.data` would not.
-        if isinstance(module, nn.Linear):
-            init.xavier_uniform_(module.weight)
-            if module.bias is not None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            init.normal_(module.weight, std=0.02)
+            if isinstance(module, nn.Linear) and module.bias is not None:
                 init.zeros_(module.bias)
-        elif isinstance(module, nn.Embedding):
-            init.normal_(module.weight, std=module.embedding_dim**-0.5)
         elif isinstance(module, nn.LayerNorm):
             init.ones_(module.weight)
             init.zeros_(module.bias)

@@ -141,7 +141,9 @@ def test_every_model_argument_is_a_field_of_the_config_and_has_no_default_of_its
 
 
 def test_no_name_is_in_two_groups_of_arguments():
-    names = [field.name for kind in (ModelArguments, DataArguments, RecipeArguments) for field in dataclasses.fields(kind)]
+    names = [
+        field.name for kind in (ModelArguments, DataArguments, RecipeArguments) for field in dataclasses.fields(kind)
+    ]
     assert len(names) == len(set(names))
 
 

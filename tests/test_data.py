@@ -235,8 +235,14 @@ def test_csv_fields_hold_commas_line_ends_and_quotation_marks(tmp_path):
 
 
 def test_a_csv_quotation_mark_that_is_never_closed_is_refused_where_it_opens(tmp_path):
-    path = write(tmp_path / "train.csv", "source,target", "a,b", '"c,d', "e,f", "g,h")
-    with pytest.raises(ValueError, match=f"{path}, line 3: not CSV"):
+    path = write(tmp_path / "train.csv", "source,target", '"a', 'b",c', '"c,d', "e,f", "g,h")
+    with pytest.raises(ValueError, match=f"{path}, line 4: not CSV"):
+        load_table(path)
+
+
+def test_lines_within_csv_fields_are_counted(tmp_path):
+    path = write(tmp_path / "train.csv", "source,target", '"a', "b", 'c",d', "e,f", "g")
+    with pytest.raises(ValueError, match=f"{path}, line 6: 1 fields, but the header has 2"):
         load_table(path)
 
 

@@ -157,6 +157,15 @@ def test_compact_numbers_keep_their_value(languages, scales):
 
 
 @BOTH
+def test_an_interval_has_two_ends(drawn, languages):
+    for name in ("interval of days", "interval of dates", "interval of months", "interval of years"):
+        for source, target in drawn[languages][name].items():
+            start, end = source.split(" – ")
+            assert start != end
+            assert re.search("[–至]", target)
+
+
+@BOTH
 def test_digits_of_amounts_are_kept(languages):
     for name in ("currency", "named currency", "whole named currency", "quantity", "percentage", "scientific number"):
         for source, target in pattern_pairs(name, languages, seed=0, rows=500).items():

@@ -42,7 +42,9 @@ def no_network(monkeypatch):
     monkeypatch.setattr(socket.socket, "connect", refuse)
 
 
-@pytest.mark.parametrize("split", [[[0, 1, 2, 3, 4, 5, 6, 7]], [[row] for row in range(8)], [[0, 1, 2, 3, 4], [5, 6, 7]]])
+@pytest.mark.parametrize(
+    "split", [[[0, 1, 2, 3, 4, 5, 6, 7]], [[row] for row in range(8)], [[0, 1, 2, 3, 4], [5, 6, 7]]]
+)
 def test_the_loss_is_the_mean_negative_log_probability_of_all_targets_however_batched(split):
     model = tiny_model()
     log_probabilities = []

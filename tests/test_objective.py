@@ -1,15 +1,13 @@
 """An update is the mean over all target tokens of the effective batch, whatever it is split into."""
 
 import copy
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from accelerate import Accelerator
 
 from tests.conftest import tiny_model
+from tests.launch import TWO_RANKS, run
 from tests.updates import LENGTHS, make_rows, update
 from training.objective import accumulate_gradient, count_targets
 
@@ -84,16 +82,7 @@ def test_a_gradient_already_there_is_added_to():
 @pytest.mark.slow
 @pytest.mark.parametrize("clip", [0.0, 0.05], ids=["unclipped", "clipped"])
 def test_two_ranks_with_uneven_token_counts_give_the_weights_of_one_batch(tmp_path, clip):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    result = subprocess.run(
-        [*command, "-m", "tests.updates", str(tmp_path), str(clip)],
-        cwd=Path(__file__).parent.parent,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert result.returncode == 0, result.stderr
+    run([*TWO_RANKS, "tests.updates", tmp_path, clip])
     got = torch.load(tmp_path / "update.pt", weights_only=True)
     assert got["num_processes"] == 2
     assert got["all_reduces"] == 1, "one all-reduce of the gradient per update, whatever the number of batches"

@@ -107,7 +107,7 @@ def test_the_built_wheel_holds_the_package_alone_and_works_outside_the_clone(tmp
     (wheel,) = tmp_path.glob("*.whl")
     names = {Path(name) for name in zipfile.ZipFile(wheel).namelist()}
     files = {path for path in names if not path.parts[0].endswith(".dist-info")}
-    assert files == {path.relative_to(ROOT) for path in PACKAGE.iterdir() if path.suffix == ".py" or path.name == "py.typed"}
+    assert files == {path.relative_to(ROOT) for path in (*PACKAGE.glob("*.py"), PACKAGE / "py.typed")}
     site = tmp_path / "site"
     install = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", str(site), str(wheel)]
     subprocess.run(install, check=True, capture_output=True)

@@ -1,4 +1,4 @@
-"""The same weights give the same logits as torch's own post-LN layers and as MarianMT, with padding and causal masks."""
+"""Equal weights, equal logits: torch's own post-LN layers and MarianMT, with padding and causal masks."""
 
 import pytest
 import torch
@@ -81,7 +81,7 @@ def test_logits_equal_those_of_torchs_post_ln_layers(batch, changes, implementat
 
 @torch.no_grad()
 def marian_twin(model):
-    """A MarianMT model with our weights, and our positions in place of Marian's, which lay the features out otherwise."""
+    """A MarianMT model with our weights, and our positions for Marian's, which lay the features out otherwise."""
     config = model.config
     twin = MarianMTModel(
         MarianConfig(
@@ -104,14 +104,17 @@ def marian_twin(model):
         )
     ).eval()
     ours, state = model.state_dict(), twin.state_dict()
-    names = {"feed_forward_layer_norm": "final_layer_norm", "feed_forward.": "", "cross_attn": "encoder_attn"}
-    for name, tensor in ours.items():
-        if name.startswith("lm_head.bias"):
-            state["final_logits_bias"].copy_(tensor)
-            continue
-        for our_name, their_name in names.items():
-            name = name.replace(our_name, their_name)
-        state[name].copy_(tensor)
+    names = {
+        "feed_forward_layer_norm": "final_layer_norm",
+        "feed_forward.": "",
+        "cross_attn": "encoder_attn",
+        "lm_head.bias": "final_logits_bias",
+    }
+    for our_name, tensor in ours.items():
+        their_name = our_name
+        for ours_part, theirs_part in names.items():
+            their_name = their_name.replace(ours_part, theirs_part)
+        state[their_name].copy_(tensor)
     for name, tensor in state.items():
         if "proj.bias" in name and name.replace("encoder_attn", "cross_attn") not in ours:
             tensor.zero_()
@@ -145,7 +148,7 @@ def test_the_gradient_equals_that_of_torchs_post_ln_layers(batch):
     shifted = model.prepare_decoder_input_ids_from_labels(batch["labels"])
     real = batch["labels"] != -100
     logits = torch_logits(model, batch, shifted)
-    # Only the embedding is shared with the torch twin, whose layers hold copies; it collects the gradient of all its uses.
+    # Only the embedding is shared with the torch twin, whose layers hold copies.
     expected = torch.nn.functional.cross_entropy(logits[real], batch["labels"][real])
     embedding = model.model.shared.weight
     (wanted,) = torch.autograd.grad(expected, embedding)

@@ -99,8 +99,9 @@ def test_training_on_nothing_is_refused():
         train_tokenizer([], vocab_size=300)
 
 
-def test_training_takes_any_iterable_once():
+def test_training_takes_every_text_of_an_iterator():
     assert train_tokenizer(iter(TEXTS), 320).get_vocab() == train_tokenizer(TEXTS, 320).get_vocab()
+    assert "see" in train_tokenizer(iter(["see see see"]), 262).get_vocab()
 
 
 FRESH_PROCESS = """
@@ -140,6 +141,7 @@ def test_what_is_saved_names_no_code(tokenizer, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["tokenizer.json", "tokenizer_config.json"]
     saved = json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert "auto_map" not in saved
+    assert saved["clean_up_tokenization_spaces"] is False
     assert type(AutoTokenizer.from_pretrained(tmp_path)) is PreTrainedTokenizerFast
 
 

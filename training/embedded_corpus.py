@@ -163,12 +163,12 @@ def _date_and_time(skeleton: str) -> Pattern:
     return pattern
 
 
-def _date_intervals(skeleton: str, most_days: int) -> Pattern:
+def _date_intervals(skeleton: str, least_days: int, most_days: int) -> Pattern:
     def pattern(rng: random.Random) -> Say:
-        start = _day(rng)
-        end = start + timedelta(days=rng.randint(1, most_days))
-        if "y" not in skeleton and end.year > start.year:  # it would read as if it ran backwards
-            start, end = end.replace(year=start.year), start
+        start, length = _day(rng), timedelta(days=rng.randint(least_days, most_days))
+        end = start + length
+        if "y" not in skeleton and end.year > start.year:  # without years it would seem to run backwards
+            start, end = start - length, start
         return lambda locale: format_interval(start, end, skeleton, locale=locale)
 
     return pattern
@@ -300,7 +300,7 @@ def _two_quantities(units: list[str], style: str) -> Callable[[random.Random], l
 
 
 def _two_days(rng: random.Random) -> list[Say]:
-    days = sorted(_day(rng, 2000, 2000) for _ in range(2))
+    days = [date(2000, 1, 1) + timedelta(days=number) for number in sorted(rng.sample(range(366), 2))]
     return [lambda locale, day=day: format_skeleton("MMMMd", day, locale=locale) for day in days]
 
 
@@ -324,10 +324,10 @@ PATTERNS: dict[str, Pattern] = {
     "time with seconds": _times("medium"),
     "date and time": _date_and_time("yMMMd"),
     "weekday, day and time": _date_and_time("MMMEd"),
-    "interval of days": _date_intervals("MMMd", most_days=60),
-    "interval of dates": _date_intervals("yMMMd", most_days=90),
-    "interval of months": _date_intervals("yMMM", most_days=900),
-    "interval of years": _date_intervals("y", most_days=10_000),
+    "interval of days": _date_intervals("MMMd", 1, 60),
+    "interval of dates": _date_intervals("yMMMd", 1, 90),
+    "interval of months": _date_intervals("yMMM", 31, 900),
+    "interval of years": _date_intervals("y", 366, 10_000),
     "interval of times": _clock_interval,
     "relative time": _relative("long", most_digits=3),
     "short relative time": _relative("short", most_digits=2),
@@ -375,13 +375,15 @@ def generate_pairs(
         Splits train, validation and test with the columns "source" and "target". No source occurs twice.
 
     Raises:
-        ValueError: If there is no such corpus, or it is too small for the held-out rows.
+        ValueError: If there is no such corpus, it is too small for the held-out rows, or a source has two translations
+            (the version of CLDR in use would have changed).
     """
     if languages not in LANGUAGES:
         raise ValueError(f"there is no embedded corpus {languages!r}; there are {', '.join(LANGUAGES)}")
     targets: dict[str, str] = {}
     for name in PATTERNS:
-        targets |= pattern_pairs(name, languages, seed=seed, rows=rows_per_pattern)
+        for source, target in pattern_pairs(name, languages, seed=seed, rows=rows_per_pattern).items():
+            _add(targets, source, target)
     sources = list(targets)
     if len(sources) <= 2 * held_out_rows:
         raise ValueError(f"{len(sources)} rows leave none to train on: held_out_rows is {held_out_rows}, taken twice")
@@ -409,8 +411,13 @@ def pattern_pairs(name: str, languages: str, *, seed: int, rows: int) -> dict[st
         if len(pairs) == rows:
             break
         say = pattern(rng)
-        pairs[say(source_locale).translate(PLAIN_SPACES)] = say(target_locale).translate(PLAIN_SPACES)
+        _add(pairs, *(say(locale).translate(PLAIN_SPACES) for locale in (source_locale, target_locale)))
     return pairs
+
+
+def _add(targets: dict[str, str], source: str, target: str) -> None:
+    if targets.setdefault(source, target) != target:
+        raise ValueError(f"{source!r} has two translations: {targets[source]!r} and {target!r}")
 
 
 @functools.cache

@@ -98,7 +98,6 @@ def _fast_tokenizer(tokenizer: Tokenizer, *, eos_token: str, **special_tokens: s
         tokenizer_object=tokenizer,
         eos_token=eos_token,
         **special_tokens,
-        clean_up_tokenization_spaces=False,  # else decoding turns "a , b" into "a, b"
+        clean_up_tokenization_spaces=False,  # else some readers decode "a , b" as "a, b"
         split_special_tokens=True,  # else "</s>" in a text becomes EOS, and decoding drops it
-        model_input_names=["input_ids", "attention_mask"],
     )

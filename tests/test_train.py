@@ -1,0 +1,432 @@
+"""The training command, from text files to folders that the Auto classes load."""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+import training.checkpoint
+from tests.launch import ACCELERATE, CLONE, PYTHON, TWO_RANKS, run
+from training.checkpoint import find_checkpoints
+from training.loop import TrainingLoop
+from training.train import main, processes_asked_for
+
+WORDS = ["der", "die", "das", "hund", "katze", "haus", "baum", "liest", "sieht", "findet", "einen", "kleinen", "roten"]
+D_MODEL, WARMUP = 16, 4
+HALVES = slice(6), slice(6, 12)  # the updates of two epochs
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """60 and 11 sentences; the target is the source with its words reversed."""
+    folder = tmp_path_factory.mktemp("data")
+    flags = []
+    for split, rows in (("train", 60), ("validation", 11)):
+        generator = torch.Generator().manual_seed(rows)
+        sentences = [
+            [WORDS[index] for index in torch.randint(len(WORDS), (2 + row % 5,), generator=generator)]
+            for row in range(rows)
+        ]
+        for side, step in (("source", 1), ("target", -1)):
+            file = folder / f"{split}.{side}"
+            file.write_text("".join(" ".join(words[::step]) + "\n" for words in sentences))
+            flags += [f"--{split}_{side}", str(file)]
+    return flags
+
+
+@pytest.fixture
+def train(data, tmp_path):
+    """Returns a function that trains a tiny model in this process; flags come last and win."""
+
+    def run_main(*flags, folder="run"):
+        AcceleratorState._reset_state(True)
+        return main([*tiny_flags(data, tmp_path / folder), *map(str, flags)])
+
+    run_main.folder = tmp_path / "run"
+    yield run_main
+    AcceleratorState._reset_state(True)
+
+
+def tiny_flags(data, output_dir):
+    sizes = {"vocab_size": 280, "d_model": D_MODEL, "d_ff": 24, "encoder_layers": 2, "decoder_layers": 2}
+    recipe = {"dropout": 0.1, "warmup_steps": WARMUP, "batch_tokens": 150, "max_updates": 6, "logging_every": 1}
+    evaluation = {"max_length_b": 2, "num_beams": 2, "num_attention_heads": 2, "report_to": "none"}
+    options = sizes | recipe | evaluation | {"cpu_threads": 1, "output_dir": output_dir}
+    return [*data, *(f"--{name}={value}" for name, value in options.items())]
+
+
+def metrics(folder):
+    """The lines of metrics.jsonl without what depends on the clock."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {name: value for name, value in row.items() if name not in ("minutes", "target_tokens_per_second")}
+        for row in rows
+    ]
+
+
+def column(folder, name):
+    return {row["update"]: row[name] for row in metrics(folder) if name in row}
+
+
+def assert_same_run(folder, other):
+    assert metrics(folder) == metrics(other)
+    weights, others = (load_file(path / "last" / "model.safetensors") for path in (folder, other))
+    assert weights.keys() == others.keys()
+    for name, tensor in weights.items():
+        assert torch.equal(tensor, others[name]), name
+
+
+def interrupt_at(monkeypatch, update):
+    """Make the next run stop like a killed one, in the middle of an update."""
+    original = TrainingLoop._update
+
+    def dying(self, batches):
+        if self.progress.update + 1 == update:
+            raise KeyboardInterrupt
+        original(self, batches)
+
+    monkeypatch.setattr(TrainingLoop, "_update", dying)
+
+
+def test_a_run_writes_models_that_the_auto_classes_load_and_says_where_they_come_from(train):
+    assert train("--report_to", "tensorboard", "--seed", 7) == 0
+    for name in ("best", "last", "checkpoints/update-6"):
+        model = AutoModelForSeq2SeqLM.from_pretrained(train.folder / name)
+        assert model.generation_config.num_beams == 2
+        assert model.generation_config.max_length_b == 2
+        tokenizer = AutoTokenizer.from_pretrained(train.folder / name)
+        assert model.config.vocab_size == len(tokenizer)
+        assert model.config.eos_token_id == tokenizer("der")["input_ids"][-1]
+
+    record = json.loads((train.folder / "run.json").read_text())
+    assert record["arguments"]["seed"] == 7
+    assert record["arguments"]["adam_beta2"] == 0.98
+    assert record["arguments"]["num_processes"] == 1
+    (session,) = record["sessions"]
+    assert session["versions"]["torch"] == torch.__version__
+    assert session["from_update"] == 0
+    assert session["hardware"]["torch_threads"] == 1
+
+    results = json.loads((train.folder / "results.json").read_text())
+    assert results["updates"] == 6
+    assert results["stopped"] == "max_updates (6) reached"
+    assert results["parameters"] == model.num_parameters()
+    assert results["validation"]["bleu_signature"].startswith("nrefs:1")
+    assert (train.folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert list((train.folder / "tensorboard").glob("events.*"))
+
+
+def test_the_origin_is_written_before_the_first_step(train, monkeypatch):
+    interrupt_at(monkeypatch, 1)
+    with pytest.raises(KeyboardInterrupt):
+        train()
+    assert json.loads((train.folder / "run.json").read_text())["arguments"]["max_updates"] == 6
+
+
+def test_the_learning_rate_is_the_papers_at_every_update(train):
+    train("--gradient_accumulation_steps", 2, "--max_updates", 9)
+    rates = column(train.folder, "learning_rate")
+    assert list(rates) == list(range(1, 10))
+    for step, rate in rates.items():
+        assert rate == pytest.approx(D_MODEL**-0.5 * min(step**-0.5, step * WARMUP**-1.5), rel=1e-12)
+
+
+def test_the_optimizer_gets_that_learning_rate_and_the_papers_constants(train, monkeypatch):
+    seen, step = [], torch.optim.Adam.step
+
+    def spy(self, *arguments, **options):
+        seen.append((self.param_groups[0]["lr"], self.param_groups[0]["betas"], self.param_groups[0]["eps"]))
+        return step(self, *arguments, **options)
+
+    monkeypatch.setattr(torch.optim.Adam, "step", spy)
+    train("--max_updates", 3)
+    assert [rate for rate, *_ in seen] == list(column(train.folder, "learning_rate").values())
+    assert {rest for _, *rest in [(None, (betas, eps)) for _, betas, eps in seen] for rest in rest} == {
+        ((0.9, 0.98), 1e-9)
+    }
+
+
+# An epoch has 6 batches of 150 tokens, or 4 of 300.
+@pytest.mark.parametrize(
+    "flags",
+    [["--save_every", 3], ["--batch_tokens", 300], ["--save_every", 3, "--num_workers", 2]],
+    ids=["in the middle of an epoch", "at the end of an epoch", "with two workers"],
+)
+def test_an_interrupted_run_started_again_is_the_run_that_was_not(train, monkeypatch, flags):
+    train(*flags, folder="whole")
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 5)
+        with pytest.raises(KeyboardInterrupt):
+            train(*flags)
+    assert not (train.folder / "results.json").exists()
+    train(*flags)
+    assert_same_run(train.folder, train.folder.parent / "whole")
+    sessions = json.loads((train.folder / "run.json").read_text())["sessions"]
+    assert [session["from_update"] > 0 for session in sessions] == [False, True]
+
+
+def test_each_epoch_has_the_same_rows_in_an_order_of_its_own(train):
+    still = ["--learning_rate", 1e-9, "--dropout", 0, "--max_updates", 12]
+    train(*still)
+    losses = list(column(train.folder, "train_loss").values())
+    assert losses[:6] != pytest.approx(losses[6:], rel=1e-3)
+    tokens = [0, *column(train.folder, "target_tokens").values()]
+    counts = [after - before for before, after in zip(tokens, tokens[1:], strict=False)]
+    assert sorted(counts[:6]) == sorted(counts[6:])
+    sums = [sum(count * loss for count, loss in zip(counts[half], losses[half], strict=True)) for half in HALVES]
+    assert sums[0] == pytest.approx(sums[1], rel=1e-5)
+
+
+def test_dropout_differs_between_updates_and_seeds(train):
+    """Otherwise equal losses after resuming would show nothing."""
+    one_batch = ["--batch_tokens", 5000, "--learning_rate", 1e-9, "--max_updates", 3]
+    train(*one_batch)
+    train(*one_batch, "--seed", 5, folder="other")
+    losses = list(column(train.folder, "train_loss").values())
+    assert len(set(losses)) == 3
+    assert losses[0] != column(train.folder.parent / "other", "train_loss")[1]
+
+
+def test_a_finished_run_is_left_alone(train, caplog):
+    train()
+    before = {path: path.stat().st_mtime_ns for path in train.folder.rglob("*")}
+    with caplog.at_level(logging.INFO, logger="training"):
+        assert train() == 0
+    assert "nothing to do" in caplog.text
+    assert {path: path.stat().st_mtime_ns for path in train.folder.rglob("*")} == before
+
+
+def test_other_arguments_are_refused_by_name_unless_allowed(train):
+    train()
+    with pytest.raises(ValueError, match=r"label_smoothing was 0\.1, is 0\.2; max_updates was 6, is 8"):
+        train("--max_updates", 8, "--label_smoothing", 0.2)
+    train("--max_updates", 8, "--allow_changes")
+    assert list(column(train.folder, "train_loss")) == list(range(1, 9))
+    assert json.loads((train.folder / "results.json").read_text())["updates"] == 8
+
+
+def test_old_checkpoints_go_but_never_the_best(train, monkeypatch):
+    bleu = iter([1.0, 9.0, 3.0, 4.0, 5.0, 6.0])
+    score = training.evaluation.Evaluator.during_training
+    monkeypatch.setattr(
+        training.evaluation.Evaluator, "during_training", lambda *arguments: score(*arguments) | {"bleu": next(bleu)}
+    )
+    train("--eval_every", 1, "--keep_checkpoints", 2)
+    assert [path.name for path in find_checkpoints(train.folder)] == ["update-2", "update-5", "update-6"]
+    best, kept, last = (
+        load_file(train.folder / name / "model.safetensors") for name in ("best", "checkpoints/update-2", "last")
+    )
+    assert all(torch.equal(best[name], kept[name]) for name in kept)
+    assert not all(torch.equal(best[name], last[name]) for name in last)
+
+
+@pytest.mark.parametrize(("metric", "values", "best"), [("loss", [3.0, 2.0, 4.0], 2), ("chrf", [3.0, 2.0, 4.0], 3)])
+def test_the_best_model_has_the_lowest_loss_or_the_highest_score(train, monkeypatch, metric, values, best):
+    scores, score = iter(values), training.evaluation.Evaluator.during_training
+    monkeypatch.setattr(
+        training.evaluation.Evaluator, "during_training", lambda *arguments: score(*arguments) | {metric: next(scores)}
+    )
+    train("--eval_every", 2, "--metric_for_best_model", metric)
+    results = json.loads((train.folder / "results.json").read_text())
+    assert results["best"] == {"update": 2 * best, metric: values[best - 1]}
+
+
+def test_training_stops_when_patience_is_at_an_end(train, monkeypatch):
+    score = training.evaluation.Evaluator.during_training
+    monkeypatch.setattr(
+        training.evaluation.Evaluator, "during_training", lambda *arguments: score(*arguments) | {"bleu": 1.0}
+    )
+    train("--eval_every", 1, "--early_stopping_patience", 2, "--max_updates", 50)
+    results = json.loads((train.folder / "results.json").read_text())
+    assert results["updates"] == 3
+    assert results["stopped"] == "2 evaluations without a better bleu"
+
+
+def test_max_epochs_and_max_minutes_stop_too(train):
+    train("--max_epochs", 1, "--max_updates", 10**6)
+    epochs = column(train.folder, "epoch")
+    assert list(epochs.values())[-1] == 1
+    assert next(iter(epochs.values())) == pytest.approx(1 / len(epochs))
+    train("--max_minutes", 1e-6, "--max_updates", 10**6, folder="timed")
+    results = json.loads((train.folder.parent / "timed" / "results.json").read_text())
+    assert results["updates"] == 1
+    assert results["stopped"] == "max_minutes (1e-06) reached"
+
+
+def test_every_target_token_of_an_epoch_is_trained_on_once(train, data):
+    train("--max_epochs", 1, "--max_updates", 10**6, "--gradient_accumulation_steps", 3)
+    tokenizer = AutoTokenizer.from_pretrained(train.folder / "last")
+    with open(data[data.index("--train_target") + 1]) as file:
+        expected = sum(len(tokenizer(line.rstrip("\n"))["input_ids"]) for line in file)
+    assert list(column(train.folder, "target_tokens").values())[-1] == expected
+
+
+def test_a_failing_save_leaves_no_checkpoint_and_the_run_continues_from_the_one_before(train, monkeypatch):
+    train("--save_every", 2, folder="whole")
+    save = torch.save
+
+    def full_disk(value, path):
+        if "update-4" in str(path):
+            raise OSError("no space left on device")
+        save(value, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training.checkpoint.torch, "save", full_disk)
+        with pytest.raises(OSError, match="no space left"):
+            train("--save_every", 2)
+    assert [path.name for path in find_checkpoints(train.folder)] == ["update-2"]
+    train("--save_every", 2)
+    assert_same_run(train.folder, train.folder.parent / "whole")
+
+
+def test_a_checkpoint_holds_only_tensors_and_json(train):
+    train()
+    folder = find_checkpoints(train.folder)[-1]
+    suffixes = {path.suffix for path in folder.iterdir()}
+    assert suffixes == {".json", ".safetensors", ".pt"}
+    state = torch.load(folder / "optimizer.pt", weights_only=True)
+    assert len(state["state"]) == len(list(AutoModelForSeq2SeqLM.from_pretrained(folder).parameters()))
+
+
+def test_post_ln_without_warm_up_is_warned_about(train, caplog):
+    with caplog.at_level(logging.WARNING, logger="training"):
+        train("--warmup_steps", 0, "--learning_rate", 0.001, "--max_updates", 1)
+        assert "post-LN Transformer rarely trains without warm-up" in caplog.text
+        caplog.clear()
+        train("--max_updates", 1, folder="warm")
+        assert "warm-up" not in caplog.text
+
+
+def test_training_without_validation_saves_the_last_model_as_best(train, data):
+    AcceleratorState._reset_state(True)
+    flags = tiny_flags([flag for flag in data if "validation" not in flag], train.folder)
+    assert main(flags) == 0
+    best, last = (load_file(train.folder / name / "model.safetensors") for name in ("best", "last"))
+    assert all(torch.equal(best[name], last[name]) for name in last)
+
+
+def test_a_tokenizer_that_the_user_has_is_used(train):
+    train("--max_updates", 1)
+    own = train.folder / "tokenizer"
+    train("--max_updates", 1, "--tokenizer", own, "--vocab_size", 8000, folder="other")
+    other = AutoTokenizer.from_pretrained(train.folder.parent / "other" / "best")
+    assert other.get_vocab() == AutoTokenizer.from_pretrained(own).get_vocab()
+    assert not (train.folder.parent / "other" / "tokenizer").exists()
+
+
+def test_the_model_learns_to_reverse_words(train):
+    recipe = {"learning_rate": 0.01, "warmup_steps": 20, "max_updates": 120, "batch_tokens": 600, "dropout": 0}
+    train(*(f"--{name}={value}" for name, value in recipe.items()), "--eval_every", 60, "--logging_every", 20)
+    losses = list(column(train.folder, "train_loss").values())
+    assert losses[-1] < 0.6 * losses[0]
+
+
+def test_the_number_of_processes_that_the_launcher_was_asked_for_is_known(monkeypatch):
+    class Launcher:
+        words = ()
+
+        def parent(self):
+            return self
+
+        def cmdline(self):
+            return list(self.words)
+
+    monkeypatch.setattr("psutil.Process", Launcher)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    launch = ["python", "/bin/accelerate", "launch", "--cpu"]
+    own = ["-m", "training.train", "--num_processes", "9"]
+    for words, expected in (
+        ([*launch, "--num_processes", "2", *own], 2),
+        ([*launch, "--num_processes=3", *own], 3),
+        ([*launch, *own], 1),
+        (["bash", "--num_processes", "2"], 1),
+    ):
+        Launcher.words = words
+        assert processes_asked_for() == expected
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert processes_asked_for() == 4
+
+
+@pytest.mark.slow
+def test_a_launcher_that_starts_fewer_processes_than_asked_for_is_refused(data, tmp_path):
+    command = [*ACCELERATE, "--cpu", "--num_processes", 2, "-m", "training.train", *tiny_flags(data, tmp_path)]
+    result = run(command, check=False)
+    assert result.returncode != 0
+    assert b"asked for 2 processes, but 1 would train together" in result.stderr
+
+
+@pytest.mark.slow
+def test_two_ranks_train_one_model_evaluate_every_row_once_and_stop_together(data, tmp_path):
+    flags = ["--eval_every", 2, "--metric_for_best_model", "exact_match", "--early_stopping_patience", 2]
+    flags = [*flags, "--gradient_accumulation_steps", 2]
+    run([*TWO_RANKS, "training.train", *tiny_flags(data, tmp_path / "two"), *flags, "--max_updates", 50])
+    record = json.loads((tmp_path / "two" / "run.json").read_text())
+    assert record["arguments"]["num_processes"] == record["sessions"][0]["num_processes"] == 2
+    results = json.loads((tmp_path / "two" / "results.json").read_text())
+    assert results["stopped"] == "2 evaluations without a better exact_match"
+    assert results["updates"] == 6
+    for step, rate in column(tmp_path / "two", "learning_rate").items():
+        assert rate == pytest.approx(D_MODEL**-0.5 * min(step**-0.5, step * WARMUP**-1.5), rel=1e-12)
+
+    # One process scores the same model alike: no row is left out or counted twice.
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "two" / "best")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "two" / "best")
+    losses, targets = 0.0, 0
+    files = [data[data.index(f"--validation_{side}") + 1] for side in ("source", "target")]
+    with open(files[0]) as sources, open(files[1]) as references, torch.no_grad():
+        for source, reference in zip(sources, references, strict=True):
+            labels = torch.tensor([tokenizer(reference.rstrip("\n"))["input_ids"]])
+            ids = torch.tensor([tokenizer(source.rstrip("\n"))["input_ids"]])
+            scores = model.eval()(input_ids=ids, labels=labels).logits.log_softmax(-1)
+            losses -= float(scores[0].gather(1, labels[0, :, None]).sum())
+            targets += labels.shape[1]
+    assert results["validation"]["loss"] == pytest.approx(losses / targets, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_two_ranks_interrupted_and_started_again_are_the_run_that_was_not(data, tmp_path):
+    command = [*TWO_RANKS, "training.train"]
+    flags = ["--save_every", 2]
+    run([*command, *tiny_flags(data, tmp_path / "whole"), *flags])
+    run([*command, *tiny_flags(data, tmp_path / "parts"), *flags, "--max_updates", 4])
+    run([*command, *tiny_flags(data, tmp_path / "parts"), *flags, "--allow_changes"])
+    # The shorter run also evaluated its last update, in the middle of the epoch.
+    whole, parts = (column(tmp_path / name, "train_loss") for name in ("whole", "parts"))
+    assert whole == parts
+    weights, others = (load_file(tmp_path / name / "last" / "model.safetensors") for name in ("whole", "parts"))
+    assert all(torch.equal(tensor, others[name]) for name, tensor in weights.items())
+
+
+@pytest.mark.slow
+def test_a_killed_process_continues_exactly(data, tmp_path):
+    flags = ["--save_every", 5, "--max_updates", 60]
+    main([*tiny_flags(data, tmp_path / "whole"), *map(str, flags)])
+    command = [*PYTHON, "training.train", *tiny_flags(data, tmp_path / "killed"), *flags]
+    process = subprocess.Popen([str(word) for word in command], cwd=CLONE, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not find_checkpoints(tmp_path / "killed") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "killed" / "results.json").exists()
+    run(command)
+    assert_same_run(tmp_path / "killed", tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_the_demo_shrunken_translates_its_examples_alike_in_a_fresh_process(tmp_path):
+    shrink = ["--max_updates", 8, "--cooldown_steps", 2, "--eval_every", 4, "--eval_max_rows", 10, "--num_beams", 1]
+    config = ["--config", "training/configs/demo.yaml", "--output_dir", tmp_path, "--max_length_b", 2]
+    run([*ACCELERATE, "-m", "training.train", *config, *shrink])
+    sources = (tmp_path / "examples.source.txt").read_bytes()
+    assert len(sources.splitlines()) == 5
+    output = run([*PYTHON, "training.translate", "--model", tmp_path / "best", "--device", "cpu"], stdin=sources).stdout
+    assert output == (tmp_path / "examples.translation.txt").read_bytes()
