@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 # Elements of the logits in one chunk. On a CPU a chunk should stay in the second- or third-level cache, on a GPU it
 # should fill the device.
-CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
+CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**26}
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0) -> Tensor:

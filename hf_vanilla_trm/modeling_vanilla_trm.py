@@ -225,10 +225,10 @@ class VanillaTrmPreTrainedModel(PreTrainedModel):
     """What all classes share: initialisation, embeddings and ties.
 
     The paper does not say how it initialises. Here every matrix is drawn from N(0, 0.02^2), and biases are zero. Each
-    sub-layer then starts as a small correction to its residual, and post-LN stacks learn much sooner than with Xavier's
-    larger weights (measured in `training/RESULTS.md`). Embeddings of that size give the tied output small logits, so
-    that a fresh model's loss is close to ln(vocab_size); with N(0, 1 / d_model), the other usual choice, the residuals
-    would carry each input token straight to its own large logit.
+    sub-layer then starts as a small correction to its residual, and post-LN stacks learn sooner than with Xavier's
+    larger weights. Embeddings of that size give the tied output small logits, so that a fresh model's loss is close to
+    ln(vocab_size); with N(0, 1 / d_model), the other usual choice, the residuals would carry each input token straight
+    to its own large logit.
     """
 
     config: VanillaTrmConfig

@@ -62,6 +62,11 @@ def test_training_uses_the_packages_public_names_only(path):
             assert set(names) <= set(hf_vanilla_trm.__all__)
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "training").rglob("*.py")), ids=lambda path: path.stem)
+def test_no_command_trusts_remote_code_by_itself(path):
+    assert "trust_remote_code" not in path.read_text(encoding="utf-8")
+
+
 def test_importing_twice_and_reloading_is_harmless():
     for _ in range(2):
         importlib.reload(hf_vanilla_trm)

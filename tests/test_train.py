@@ -1,5 +1,6 @@
 """The training command, from text files to folders that the Auto classes load."""
 
+import itertools
 import json
 import logging
 import os
@@ -179,7 +180,7 @@ def test_each_epoch_has_the_same_rows_in_an_order_of_its_own(train):
     losses = list(column(train.folder, "train_loss").values())
     assert losses[:6] != pytest.approx(losses[6:], rel=1e-3)
     tokens = [0, *column(train.folder, "target_tokens").values()]
-    counts = [after - before for before, after in zip(tokens, tokens[1:], strict=False)]
+    counts = [after - before for before, after in itertools.pairwise(tokens)]
     assert sorted(counts[:6]) == sorted(counts[6:])
     sums = [sum(count * loss for count, loss in zip(counts[half], losses[half], strict=True)) for half in HALVES]
     assert sums[0] == pytest.approx(sums[1], rel=1e-5)
@@ -269,6 +270,21 @@ def test_every_target_token_of_an_epoch_is_trained_on_once(train, data):
     assert list(column(train.folder, "target_tokens").values())[-1] == expected
 
 
+def test_over_long_rows_are_dropped_from_training_and_kept_in_validation(train, caplog, monkeypatch):
+    rows, evaluate_loss = [], training.evaluation.evaluate_loss
+
+    def spy(model, batches, accelerator):
+        rows.append(sum(len(batch["labels"]) for batch in batches))
+        return evaluate_loss(model, batches, accelerator)
+
+    monkeypatch.setattr(training.evaluation, "evaluate_loss", spy)
+    with caplog.at_level(logging.INFO, logger="training"):
+        train("--max_updates", 1, "--max_target_length", 12)
+    (dropped,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("train: ")]
+    assert "dropped 0 of 60" not in dropped
+    assert rows == [11, 11]  # at the last update, and at the end
+
+
 def test_a_failing_save_leaves_no_checkpoint_and_the_run_continues_from_the_one_before(train, monkeypatch):
     train("--save_every", 2, folder="whole")
     save = torch.save
@@ -294,6 +310,16 @@ def test_a_checkpoint_holds_only_tensors_and_json(train):
     assert suffixes == {".json", ".safetensors", ".pt"}
     state = torch.load(folder / "optimizer.pt", weights_only=True)
     assert len(state["state"]) == len(list(AutoModelForSeq2SeqLM.from_pretrained(folder).parameters()))
+
+
+def test_bf16_autocast_trains_and_saves_full_precision(train):
+    train(folder="full")
+    train("--mixed_precision", "bf16")
+    weights = load_file(train.folder / "best" / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+    full, half = (column(path, "train_loss") for path in (train.folder.parent / "full", train.folder))
+    assert half != full, "nothing ran in bf16"
+    assert list(half.values()) == pytest.approx(list(full.values()), rel=0.02)
 
 
 def test_post_ln_without_warm_up_is_warned_about(train, caplog):

@@ -33,6 +33,9 @@ class ModelArguments:
     num_unique_layers: int | None = field(default=None, metadata={"help": "Layers stored per stack when sharing."})
     sharing_order: str | None = field(default=None, metadata={"help": "sequence, cycle or cycle_reverse."})
     embedding_size: int | None = field(default=None, metadata={"help": "Width of factorised embeddings."})
+    attn_implementation: str | None = field(
+        default=None, metadata={"help": "transformers' name of an attention kernel: eager, sdpa, flash_attention_2, ..."}
+    )
 
     def given(self) -> dict[str, Any]:
         """Return the fields that were set, as keyword arguments for `VanillaTrmConfig`."""
@@ -201,7 +204,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Arguments:
     """
     command_line = list(sys.argv[1:] if arguments is None else arguments)
     parser = HfArgumentParser(
-        (ModelArguments, DataArguments, RecipeArguments), allow_abbrev=False, description=__doc__.splitlines()[0]
+        (ModelArguments, DataArguments, RecipeArguments),
+        allow_abbrev=False,
+        description="Train a Transformer from scratch.",
     )
     parser.add_argument("--config", help="YAML file of arguments; flags win over it.")
     config_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)

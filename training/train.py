@@ -87,7 +87,7 @@ def start_accelerator(recipe: RecipeArguments) -> Accelerator:
     if accelerator.num_processes != asked:
         raise RuntimeError(
             f"the launcher was asked for {asked} processes, but {accelerator.num_processes} would train together; on a "
-            "CPU use `torchrun --standalone --nproc_per_node N -m training.train` (`accelerate launch --cpu` starts one)"
+            "CPU, where `accelerate launch` starts only one, use `torchrun --standalone --nproc_per_node N`"
         )
     if accelerator.device.type == "cpu":
         # `accelerate launch` leaves a CPU one thread unless it is told otherwise.
