@@ -65,8 +65,7 @@ class VanillaTrmConfig(PreTrainedConfig):
         "num_hidden_layers": "encoder_layers",
         "intermediate_size": "d_ff",
     }
-    # transformers applies these to every model it does not find plans for; ours stand on the model classes, one per
-    # stack.
+    # transformers' defaults name the modules of a decoder without an encoder; there are no plans for our stacks yet.
     base_model_tp_plan: ClassVar[dict[str, Any]] = {}
     base_model_fsdp_plan: ClassVar[dict[Any, str]] = {}
 

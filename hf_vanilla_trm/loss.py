@@ -64,7 +64,10 @@ def projected_cross_entropy_sum(
 
 
 class _ProjectedCrossEntropySum(torch.autograd.Function):
-    """The chunked sum; its forward also computes the gradients, which its backward only scales."""
+    """The chunked sum; its forward also computes the gradients, which its backward only scales.
+
+    The matrix products run in `dtype`; the softmax and the sums over chunks in float32 or better.
+    """
 
     @staticmethod
     def forward(
@@ -76,11 +79,38 @@ class _ProjectedCrossEntropySum(torch.autograd.Function):
         label_smoothing: float,
         dtype: torch.dtype,
     ) -> Tensor:
-        """Sum the loss over chunks of rows; products run in `dtype`, the softmax and the weight's gradient in float32
-        or better.
-        """
-        with torch.autocast(hidden_states.device.type, enabled=False):
-            return _forward_chunks(ctx, hidden_states, weight, bias, targets, label_smoothing, dtype)
+        """Loss of `hidden_states` `(num_targets, d_model)` and `targets` `(num_targets,)`."""
+        device, sum_dtype = hidden_states.device.type, torch.promote_types(dtype, torch.float32)
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.empty_like(hidden_states) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if needs_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=sum_dtype) if bias is not None and needs_bias else None
+        loss = hidden_states.new_zeros((), dtype=sum_dtype)
+        rows = max(1, CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["cuda"]) // weight.size(0))
+        with torch.autocast(device, enabled=False):
+            projection = weight.to(dtype)
+            for start in range(0, targets.size(0), rows):
+                chunk = slice(start, start + rows)
+                hidden = hidden_states[chunk].to(dtype)
+                logits = (hidden @ projection.t()).to(sum_dtype)  # (rows, vocab_size)
+                if bias is not None:
+                    logits += bias
+                chunk_loss, gradient = _loss_and_gradient(logits, targets[chunk], label_smoothing)
+                loss += chunk_loss
+                if grad_bias is not None:
+                    grad_bias += gradient.sum(dim=0)
+                gradient = gradient.to(dtype)
+                if grad_hidden is not None:
+                    grad_hidden[chunk] = gradient @ projection
+                if grad_weight is not None:
+                    grad_weight += gradient.t() @ hidden
+        # Autograd wants each gradient in its tensor's own precision.
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        if grad_bias is not None and bias is not None:
+            grad_bias = grad_bias.to(bias.dtype)
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+        return loss
 
     @staticmethod
     @once_differentiable
@@ -90,50 +120,14 @@ class _ProjectedCrossEntropySum(torch.autograd.Function):
         return (*gradients, None, None, None)
 
 
-def _forward_chunks(
-    ctx: Any,
-    hidden_states: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    label_smoothing: float,
-    dtype: torch.dtype,
-) -> Tensor:
-    vocab_size = weight.size(0)
-    sum_dtype = torch.promote_types(dtype, torch.float32)
-    projection = weight.to(dtype)
-    rows = max(1, CHUNK_ELEMENTS.get(hidden_states.device.type, CHUNK_ELEMENTS["cuda"]) // vocab_size)
-    needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-    grad_hidden = torch.empty_like(hidden_states) if needs_hidden else None
-    grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if needs_weight else None
-    grad_bias = torch.zeros_like(bias, dtype=sum_dtype) if bias is not None and needs_bias else None
-    loss = hidden_states.new_zeros((), dtype=sum_dtype)
-    for start in range(0, targets.size(0), rows):
-        chunk = slice(start, start + rows)
-        hidden, target = hidden_states[chunk].to(dtype), targets[chunk].unsqueeze(1)
-        logits = (hidden @ projection.t()).to(sum_dtype)  # (rows, vocab_size)
-        if bias is not None:
-            logits += bias
-        log_probs = logits.log_softmax(dim=-1)
-        loss -= (1 - label_smoothing) * log_probs.gather(1, target).sum()
-        if label_smoothing:
-            loss -= label_smoothing * log_probs.mean(dim=-1).sum()
-        # The gradient of the loss by the logits is softmax - (1 - eps) onehot(y) - eps / V.
-        gradient = log_probs.exp_()
-        if label_smoothing:
-            gradient -= label_smoothing / vocab_size
-        gradient.scatter_add_(1, target, gradient.new_full((1, 1), label_smoothing - 1).expand_as(target))
-        if grad_bias is not None:
-            grad_bias += gradient.sum(dim=0)
-        gradient = gradient.to(dtype)
-        if grad_hidden is not None:
-            grad_hidden[chunk] = gradient @ projection
-        if grad_weight is not None:
-            grad_weight += gradient.t() @ hidden
-    # Autograd wants each gradient in its tensor's own precision.
-    if grad_weight is not None:
-        grad_weight = grad_weight.to(weight.dtype)
-    if grad_bias is not None and bias is not None:
-        grad_bias = grad_bias.to(bias.dtype)
-    ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
-    return loss
+def _loss_and_gradient(logits: Tensor, targets: Tensor, label_smoothing: float) -> tuple[Tensor, Tensor]:
+    """The summed loss of one chunk and its gradient by the logits, softmax - (1 - eps) onehot(y) - eps / V."""
+    log_probs, targets = logits.log_softmax(dim=-1), targets.unsqueeze(1)
+    loss = (label_smoothing - 1) * log_probs.gather(1, targets).sum()
+    if label_smoothing:
+        loss -= label_smoothing * log_probs.mean(dim=-1).sum()
+    gradient = log_probs.exp_()
+    if label_smoothing:
+        gradient -= label_smoothing / logits.size(-1)
+    gradient.scatter_add_(1, targets, gradient.new_full((1, 1), label_smoothing - 1).expand_as(targets))
+    return loss, gradient

@@ -26,6 +26,7 @@ from transformers.modeling_outputs import (
     Seq2SeqModelOutput,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.import_utils import is_torchdynamo_compiling
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
@@ -397,6 +398,7 @@ class VanillaTrmDecoder(VanillaTrmStack):
 
     @merge_with_config_defaults
     @capture_outputs
+    @deprecate_kwarg("past_key_values", version="5.40.0", new_name="cache")
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -486,6 +488,7 @@ class VanillaTrmModel(VanillaTrmPreTrainedModel):
             self.shared = self.decoder.embed_tokens = value
 
     @can_return_tuple
+    @deprecate_kwarg("past_key_values", version="5.40.0", new_name="cache")
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -566,6 +569,7 @@ class VanillaTrmForConditionalGeneration(VanillaTrmPreTrainedModel, GenerationMi
         return shift_right(labels, start_token_id=start, pad_token_id=pad)
 
     @can_return_tuple
+    @deprecate_kwarg("past_key_values", version="5.40.0", new_name="cache")
     def forward(
         self,
         input_ids: Tensor | None = None,

@@ -1,6 +1,7 @@
 """The models: saving and loading, ties, masks, caches, generation, outputs, resizing, checkpointing."""
 
 import copy
+import importlib.util
 import math
 import pickle
 
@@ -129,6 +130,23 @@ def test_a_row_without_any_source_token_harms_neither_itself_nor_the_others(batc
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
+@pytest.mark.slow  # flex attention is compiled
+@torch.no_grad()  # it has no backward on a CPU
+def test_eager_sdpa_and_flex_attention_give_the_same_logits(batch):
+    model, logits = tiny_model(), []
+    for implementation in ("eager", "sdpa", "flex_attention"):
+        model.set_attn_implementation(implementation)
+        logits.append(model(**batch).logits)
+    for others in logits[1:]:
+        torch.testing.assert_close(others, logits[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash attention is installed")
+def test_flash_attention_without_its_package_is_a_clear_error():
+    with pytest.raises(ImportError, match="FlashAttention2"):
+        tiny_model().set_attn_implementation("flash_attention_2")
+
+
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_a_sentence_decodes_alike_alone_and_padded_beside_a_longer_one(batch, implementation):
     model = tiny_model(seed=7)
@@ -192,6 +210,18 @@ def test_decoding_without_an_encoder_output_is_a_clear_error():
 def test_a_cache_without_room_for_cross_attention_is_a_clear_error(batch):
     with pytest.raises(ValueError, match="must be an EncoderDecoderCache, not DynamicCache"):
         tiny_model()(batch["input_ids"], decoder_input_ids=torch.zeros(3, 1, dtype=torch.long), cache=DynamicCache())
+
+
+@torch.no_grad()
+def test_the_caches_old_name_is_understood_and_not_ignored(batch):
+    model = tiny_model()
+    first = torch.zeros(3, 1, dtype=torch.long)
+    expected = model(batch["input_ids"], decoder_input_ids=first, use_cache=True)
+    cached = copy.deepcopy(expected.cache)
+    again = {"encoder_outputs": (expected.encoder_last_hidden_state,), "decoder_input_ids": first + 5}
+    with pytest.warns(FutureWarning, match="past_key_values.* is deprecated"):
+        old = model(**again, past_key_values=cached)
+    torch.testing.assert_close(old.logits, model(**again, cache=expected.cache).logits)
 
 
 def test_masked_training_equals_step_by_step_decoding(batch):

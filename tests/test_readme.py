@@ -21,6 +21,7 @@ NOT_RUN = {
 }
 # Added to the commands that contain the key, so that they take seconds instead of minutes or an hour.
 TINY = "--max_updates 4 --cooldown_steps 0 --eval_every 2 --eval_max_rows 3 --logging_every 1 --num_beams 2"
+TINY += " --cpu_threads 1"
 SHRUNKEN = {
     "make demo": f"VENV={{prefix}} -o {{prefix}}/train DEMO_FLAGS='{TINY} --max_length_b 5'",
     "-m training.train": f"{TINY} --vocab_size 300 --d_model 16 --d_ff 16 --num_attention_heads 2 --max_length_b 5",

@@ -34,7 +34,8 @@ class ModelArguments:
     sharing_order: str | None = field(default=None, metadata={"help": "sequence, cycle or cycle_reverse."})
     embedding_size: int | None = field(default=None, metadata={"help": "Width of factorised embeddings."})
     attn_implementation: str | None = field(
-        default=None, metadata={"help": "transformers' name of an attention kernel: eager, sdpa, flash_attention_2, ..."}
+        default=None,
+        metadata={"help": "transformers' name of an attention kernel: eager, sdpa, flash_attention_2, ..."},
     )
 
     def given(self) -> dict[str, Any]:

@@ -92,15 +92,9 @@ def translate_on_all_ranks(
     by_length = sorted(range(len(texts)), key=lambda index: (len(texts[index]), index))
     share = by_length[accelerator.process_index :: accelerator.num_processes]  # even in number and in length
     progress = "Decoding" if accelerator.is_main_process else None
-    with accelerator.autocast():
-        translations = translate_all(
-            model,
-            tokenizer,
-            [texts[index] for index in share],
-            config,
-            batch_tokens=batch_tokens,
-            progress=progress,
-        )
+    translations = translate_all(
+        model, tokenizer, [texts[index] for index in share], config, batch_tokens=batch_tokens, progress=progress
+    )
     gathered = gather_object(list(zip(share, translations, strict=True)))
     return [translation for _, translation in sorted(gathered)]
 

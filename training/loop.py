@@ -139,13 +139,13 @@ class TrainingLoop:
 
     def _updates(self) -> Iterator[list[Batch]]:
         """Yield the micro-batches of one update after another, from where the progress stands, for ever."""
-        pad_to_multiple_of = 8 if self.accelerator.mixed_precision != "no" else None
+        on_tensor_cores = self.accelerator.device.type == "cuda" and self.accelerator.mixed_precision != "no"
         while True:
             self.sampler.set_epoch(self.progress.epoch)
             loader = DataLoader(
                 self.dataset,
                 batch_sampler=islice(self.sampler, self.progress.batches_in_epoch, None),
-                collate_fn=PairCollator(self.tokenizer.pad_token_id, pad_to_multiple_of),
+                collate_fn=PairCollator(self.tokenizer.pad_token_id, 8 if on_tensor_cores else None),
                 num_workers=self.recipe.num_workers,
                 pin_memory=self.accelerator.device.type == "cuda",
                 generator=torch.Generator(),  # or it would draw from the global one, which dropout uses
