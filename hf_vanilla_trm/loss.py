@@ -59,7 +59,9 @@ def projected_cross_entropy_sum(
         dtype = torch.get_autocast_dtype(hidden_states.device.type)
     else:
         dtype = hidden_states.dtype
-    loss: Tensor = _ProjectedCrossEntropySum.apply(hidden_states, weight, bias, targets, label_smoothing, dtype)
+    loss: Tensor = _ProjectedCrossEntropySum.apply(
+        hidden_states, weight, bias, targets, label_smoothing, dtype, torch.is_grad_enabled()
+    )
     return loss
 
 
@@ -78,10 +80,15 @@ class _ProjectedCrossEntropySum(torch.autograd.Function):
         targets: Tensor,
         label_smoothing: float,
         dtype: torch.dtype,
+        with_gradients: bool,
     ) -> Tensor:
-        """Loss of `hidden_states` `(num_targets, d_model)` and `targets` `(num_targets,)`."""
+        """Loss of `hidden_states` `(num_targets, d_model)` and `targets` `(num_targets,)`.
+
+        `with_gradients` says whether there will be a backward: in here autograd is always off, and
+        `ctx.needs_input_grad` goes by the tensors alone.
+        """
         device, sum_dtype = hidden_states.device.type, torch.promote_types(dtype, torch.float32)
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        needs_hidden, needs_weight, needs_bias = (with_gradients and needed for needed in ctx.needs_input_grad[:3])
         grad_hidden = torch.empty_like(hidden_states) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if needs_weight else None
         grad_bias = torch.zeros_like(bias, dtype=sum_dtype) if bias is not None and needs_bias else None
@@ -116,8 +123,9 @@ class _ProjectedCrossEntropySum(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         """Scale the gradients that forward left behind."""
-        gradients = (None if g is None else g * grad_loss.to(g.dtype) for g in ctx.saved_tensors)
-        return (*gradients, None, None, None)
+        # `grad_loss` is a scalar and does not promote; cast to a gradient's float16, a loss scale would be infinite.
+        gradients = (None if g is None else g * grad_loss for g in ctx.saved_tensors)
+        return (*gradients, None, None, None, None)
 
 
 def _loss_and_gradient(logits: Tensor, targets: Tensor, label_smoothing: float) -> tuple[Tensor, Tensor]:

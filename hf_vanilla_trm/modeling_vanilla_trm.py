@@ -241,6 +241,12 @@ class VanillaTrmPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _can_compile_fullgraph = True
 
+    def __init__(self, config: VanillaTrmConfig, *args: Any, **kwargs: Any) -> None:
+        if config.share_encoder_decoder_embeddings:
+            # Who sets the size of the one vocabulary late, as `from_pretrained(..., vocab_size=N)` does, sets both.
+            config.decoder_vocab_size = config.vocab_size
+        super().__init__(config, *args, **kwargs)
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         # The functions of `init` leave loaded tensors alone; writing to `.data` would not.
@@ -582,7 +588,6 @@ class VanillaTrmForConditionalGeneration(VanillaTrmPreTrainedModel, GenerationMi
         decoder_inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
-        label_smoothing: float = 0.0,
         num_items_in_batch: int | Tensor | None = None,
         return_logits: bool | None = None,
         **kwargs: Any,
@@ -595,12 +600,20 @@ class VanillaTrmForConditionalGeneration(VanillaTrmPreTrainedModel, GenerationMi
             decoder_input_ids: `(batch, target_length)`. Target tokens behind the start token; made from `labels` by
                 default.
             labels: `(batch, target_length)`. Target tokens, EOS included; -100 marks positions without a target.
-            label_smoothing: eps of `-(1 - eps) log p(y) - eps mean_v log p(v)`; the paper trains with 0.1.
             num_items_in_batch: What the summed loss is divided by; by default the batch's own number of targets. Who
                 accumulates gradients over several batches gives the targets of all of them.
             return_logits: Whether to return logits beside a loss; by default not in training mode, where they would be
                 the largest tensor of all. Without labels they are always returned.
+            **kwargs: `label_smoothing`, the eps of `-(1 - eps) log p(y) - eps mean_v log p(v)`, 0 by default (the paper
+                trains with 0.1), and what attention implementations and recorded outputs take. It is no parameter of
+                its own since the Trainer takes every parameter with "label" in its name for a tensor of labels.
+
+        Raises:
+            ValueError: `label_smoothing` is not at least 0 and below 1, or the config lacks a start or padding token.
         """
+        label_smoothing = kwargs.pop("label_smoothing", 0.0)
+        if not 0 <= label_smoothing < 1:
+            raise ValueError(f"label_smoothing ({label_smoothing}) must be at least 0 and below 1")
         if labels is not None:
             use_cache = False
             if decoder_input_ids is None and decoder_inputs_embeds is None:
@@ -640,9 +653,11 @@ class VanillaTrmForConditionalGeneration(VanillaTrmPreTrainedModel, GenerationMi
         """Whether the projection's weight may be used outside of its module: not while compiling, sharded, offloaded or
         wrapped by an adapter.
         """
+        if type(self.lm_head) is not nn.Linear or hasattr(self.lm_head, "_hf_hook") or is_torchdynamo_compiling():
+            return False
         weight = self.lm_head.weight
-        is_plain = type(self.lm_head) is nn.Linear and type(weight) is nn.Parameter and weight.device.type != "meta"
-        return is_plain and not hasattr(self.lm_head, "_hf_hook") and not is_torchdynamo_compiling()
+        is_whole = weight.shape == (self.lm_head.out_features, self.lm_head.in_features)
+        return is_whole and type(weight) is nn.Parameter and weight.device.type != "meta"
 
     def _loss(
         self,

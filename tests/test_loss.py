@@ -104,4 +104,27 @@ def test_a_batch_without_targets_has_loss_zero_and_zero_gradients(batch, trainin
     loss = model(**(batch | {"labels": torch.full((3, 5), -100)}), label_smoothing=0.1).loss
     assert loss.item() == 0
     loss.backward()
-    assert all(parameter.grad is None or parameter.grad.count_nonzero() == 0 for parameter in model.parameters())
+    assert all(parameter.grad.count_nonzero() == 0 for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("label_smoothing", [-0.1, 1.0])
+def test_a_label_smoothing_out_of_range_is_refused(batch, label_smoothing):
+    with pytest.raises(ValueError, match=rf"label_smoothing \({label_smoothing}\) must be at least 0 and below 1"):
+        tiny_model()(**batch, label_smoothing=label_smoothing)
+
+
+def test_without_autograd_no_gradient_is_computed(monkeypatch):
+    hidden_states, weight, bias, labels = inputs(bias=True)
+    products = []
+    original = torch.Tensor.t
+    monkeypatch.setattr(torch.Tensor, "t", lambda tensor: products.append(tensor.shape) or original(tensor))
+    with torch.no_grad():
+        projected_cross_entropy_sum(hidden_states, weight, bias, labels)
+    assert products == [weight.shape]  # the logits' product alone
+
+
+def test_a_loss_scale_beyond_the_range_of_float16_leaves_its_gradients_finite():
+    hidden_states, weight, _, labels = inputs(bias=False)
+    hidden_states, weight = (hidden_states.detach() * 1e-4).half().requires_grad_(), weight.detach().half()
+    (projected_cross_entropy_sum(hidden_states, weight * 1e-4, None, labels) * 2.0**17).backward()
+    assert hidden_states.grad.isfinite().all()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM, DynamicCache
+from transformers.utils.generic import find_labels
 
 from hf_vanilla_trm import VanillaTrmConfig, VanillaTrmForConditionalGeneration, VanillaTrmModel
 from hf_vanilla_trm.layers import sinusoids
@@ -349,6 +350,18 @@ def test_separate_vocabularies_are_resized_separately(batch, tie_word_embeddings
     assert (model.lm_head.weight is model.model.decoder.embed_tokens.weight) == tie_word_embeddings
     with pytest.raises(ValueError, match="call resize_token_embeddings instead"):
         tiny_model().resize_decoder_token_embeddings(27)
+
+
+def test_the_trainer_takes_the_labels_and_nothing_else_for_labels():
+    assert find_labels(VanillaTrmForConditionalGeneration) == ["labels"]
+
+
+def test_a_vocabulary_resized_in_the_config_is_resized_on_both_sides(tmp_path):
+    tiny_config().save_pretrained(tmp_path)
+    model = AutoModelForSeq2SeqLM.from_config(AutoConfig.from_pretrained(tmp_path, vocab_size=30))
+    assert model.lm_head.weight.shape == model.model.decoder.embed_tokens.weight.shape == (30, 16)
+    assert (model.lm_head.out_features, model.config.decoder_vocab_size) == (30, 30)
+    model.save_pretrained(tmp_path)
 
 
 def test_copies_and_pickles_compute_the_same(batch):
