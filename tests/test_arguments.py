@@ -135,6 +135,7 @@ def test_cooldown_needs_a_known_last_update(capsys):
 
 def test_every_model_argument_is_a_field_of_the_config_and_has_no_default_of_its_own():
     config_fields = {field.name for field in dataclasses.fields(VanillaTrmConfig)}
+    config_fields.add("attn_implementation")  # every config takes it, none saves it
     assert {field.name for field in dataclasses.fields(ModelArguments)} <= config_fields
     assert ModelArguments().given() == {}
     assert ModelArguments(d_ff=24, dropout=0.0).given() == {"d_ff": 24, "dropout": 0.0}
@@ -156,3 +157,27 @@ def test_shipped_configs_are_valid(path):
 
 def test_there_are_shipped_configs():
     assert {"demo.yaml", "multi30k_tiny.yaml"} <= {path.name for path in CONFIGS}
+
+
+def test_an_empty_text_in_quotes_is_a_value_and_an_empty_value_is_none(tmp_path):
+    config = tmp_path / "config.yaml"
+    config.write_text("output_dir: x\nmax_updates: 1\ndataset_name: d\ntest_split: ''\nvalidation_split:\n")
+    _, data, _ = parse_arguments(["--config", str(config)])
+    assert (data.test_split, data.validation_split) == ("", "validation")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"embedded_corpus": "en-de", "validation_file": "x.tsv"}, "embedded_corpus has its own splits: .* x.tsv"),
+        ({"dataset_name": "d", "test_source": "a", "test_target": "b"}, "dataset_name has its own splits: .* a would"),
+        (
+            {"train_file": "t.tsv", "validation_file": "x.tsv", "validation_source": "a", "validation_target": "b"},
+            r"validation_file \(x.tsv\) and validation_source \(a\)",
+        ),
+        ({"embedded_corpus": "en-de", "max_source_length": 0}, r"max_source_length \(0\) must be at least 1"),
+    ],
+)
+def test_data_that_would_not_be_read_is_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        DataArguments(**given)

@@ -89,3 +89,13 @@ def test_an_impossible_number_of_checkpoints_is_refused(run, tmp_path, capsys, f
         main(["--run", str(run), *flags, "--output", str(tmp_path / "mean")])
     assert message in capsys.readouterr().err
     assert not (tmp_path / "mean").exists()
+
+
+def test_nothing_is_overwritten(run, tmp_path, capsys):
+    (tmp_path / "notes.txt").write_text("mine")
+    for output in (tmp_path, run):
+        with pytest.raises(SystemExit):
+            main(["--run", str(run), "--last", "2", "--output", str(output)])
+        assert "exists and is not empty: nothing is overwritten" in capsys.readouterr().err
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert len(list((run / "checkpoints").iterdir())) == 3

@@ -16,7 +16,6 @@ from training.data import tokenize_pairs
 from training.evaluation import (
     Evaluator,
     TranslationMetric,
-    decode_labels,
     evaluate_loss,
     spaced_rows,
     translate_on_all_ranks,
@@ -84,9 +83,9 @@ def test_chinese_is_scored_by_characters_when_asked_for():
     assert "tok:zh" in scores["bleu_signature"]
 
 
-def test_minus_100_is_decoded_as_padding(tokenizer):
-    ids = tokenizer("Ein Buch .")["input_ids"]
-    assert decode_labels(tokenizer, [[*ids, -100, -100], torch.tensor([-100, *ids])]) == ["Ein Buch ."] * 2
+def test_an_unknown_tokenizer_of_bleu_is_refused_before_anything_is_decoded():
+    with pytest.raises(ValueError, match=r"bleu_tokenize \('nonsense'\)"):
+        TranslationMetric("nonsense")
 
 
 @pytest.mark.parametrize(

@@ -226,3 +226,10 @@ def test_a_slow_tokenizer_with_another_frame_is_refused(tmp_path):
     CanineTokenizer().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="it must give pieces and"):
         load_tokenizer(str(tmp_path))
+
+
+def test_a_tokenizer_that_pads_on_the_left_is_made_to_pad_on_the_right(tmp_path):
+    tokenizer = train_tokenizer(["ein Haus"], vocab_size=262)
+    tokenizer.padding_side = "left"
+    tokenizer.save_pretrained(tmp_path)
+    assert load_tokenizer(str(tmp_path)).padding_side == "right"

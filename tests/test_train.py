@@ -205,10 +205,11 @@ def test_a_finished_run_is_left_alone(train, caplog):
     assert {path: path.stat().st_mtime_ns for path in train.folder.rglob("*")} == before
 
 
-def test_other_arguments_are_refused_by_name_unless_allowed(train):
+def test_other_arguments_are_refused_by_name_unless_allowed(train, capsys):
     train()
-    with pytest.raises(ValueError, match=r"label_smoothing was 0\.1, is 0\.2; max_updates was 6, is 8"):
-        train("--max_updates", 8, "--label_smoothing", 0.2)
+    capsys.readouterr()
+    assert train("--max_updates", 8, "--label_smoothing", 0.2) == 1
+    assert "label_smoothing was 0.1, is 0.2; max_updates was 6, is 8" in capsys.readouterr().err
     train("--max_updates", 8, "--allow_changes")
     assert list(column(train.folder, "train_loss")) == list(range(1, 9))
     assert json.loads((train.folder / "results.json").read_text())["updates"] == 8
@@ -356,7 +357,7 @@ def test_the_model_learns_to_reverse_words(train):
     assert losses[-1] < 0.6 * losses[0]
 
 
-def test_the_number_of_processes_that_the_launcher_was_asked_for_is_known(monkeypatch):
+def test_the_number_of_processes_that_the_launcher_was_asked_for_is_known(monkeypatch, tmp_path):
     class Launcher:
         words = ()
 
@@ -368,13 +369,17 @@ def test_the_number_of_processes_that_the_launcher_was_asked_for_is_known(monkey
 
     monkeypatch.setattr("psutil.Process", Launcher)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
+    config_file = tmp_path / "four.yaml"
+    config_file.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nnum_processes: 4\n")
     launch = ["python", "/bin/accelerate", "launch", "--cpu"]
     own = ["-m", "training.train", "--num_processes", "9"]
     for words, expected in (
         ([*launch, "--num_processes", "2", *own], 2),
         ([*launch, "--num_processes=3", *own], 3),
         ([*launch, *own], 1),
+        ([*launch, "--config_file", str(config_file), *own], 4),
         (["bash", "--num_processes", "2"], 1),
+        (["bash", "/accelerate/launch", "--num_processes", "2"], 1),
     ):
         Launcher.words = words
         assert processes_asked_for() == expected
@@ -457,3 +462,24 @@ def test_the_demo_shrunken_translates_its_examples_alike_in_a_fresh_process(tmp_
     assert len(sources.splitlines()) == 5
     output = run([*PYTHON, "training.translate", "--model", tmp_path / "best", "--device", "cpu"], stdin=sources).stdout
     assert output == (tmp_path / "examples.translation.txt").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--validation_source", "missing", "--validation_target", "missing"], "missing: there is no such file"),
+        (["--tokenizer", "missing/tokenizer/folder"], "missing/tokenizer/folder"),
+        (["--bleu_tokenize", "nonsense"], "bleu_tokenize ('nonsense')"),
+    ],
+)
+def test_what_the_user_got_wrong_is_one_line_and_not_a_traceback(train, capsys, flags, message):
+    assert train(*flags) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_early_stopping_without_validation_is_refused(train, data, capsys):
+    AcceleratorState._reset_state(True)
+    assert main([*tiny_flags(data[:4], train.folder), "--early_stopping_patience", "3"]) == 1
+    assert "early_stopping_patience (3) needs a validation split" in capsys.readouterr().err

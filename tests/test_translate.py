@@ -1,22 +1,19 @@
 """The translate command, and the one decoding function behind it and behind evaluation."""
 
-import ast
 import io
 import json
 import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
-import hf_vanilla_trm
-import training
 from tests.conftest import tiny_model
 from tests.launch import CLONE, PYTHON, run
+from training.lines import as_line, read_lines
 from training.tokenizer import train_tokenizer
-from training.translate import StopAtOwnLength, as_line, decoding_config, main, read_lines, translate, translate_all
+from training.translate import StopAtOwnLength, decoding_config, main, translate, translate_all
 
 LINES = ["Buch", "Zwei Kinder spielen im Park .", "Eine Frau liest", "die Wiese", "Hund und Kinder im Buch ; Park"]
 
@@ -141,19 +138,19 @@ def test_line_ends_in_a_translation_become_spaces_and_other_separators_stay():
 
 def test_only_a_newline_ends_a_line():
     text = "one\u2028still\x0bone\x0cone\x85\r\n\ntwo\rtwo\nthree"
-    assert read_lines(io.BytesIO(text.encode()), "file") == [
+    assert list(read_lines(io.BytesIO(text.encode()), "file")) == [
         "one\u2028still\x0bone\x0cone\x85",
         "",
         "two\rtwo",
         "three",
     ]
-    assert read_lines(io.BytesIO(b""), "file") == []
-    assert read_lines(io.BytesIO(b"\xef\xbb\xbfone\n"), "file") == ["one"]
+    assert list(read_lines(io.BytesIO(b""), "file")) == []
+    assert list(read_lines(io.BytesIO(b"\xef\xbb\xbfone\n"), "file")) == ["one"]
 
 
 def test_undecodable_bytes_are_refused_with_file_line_and_byte():
-    with pytest.raises(ValueError, match="file, line 2: byte 0xff at 1 is not UTF-8"):
-        read_lines(io.BytesIO(b"good\nb\xffd\n"), "file")
+    with pytest.raises(ValueError, match="file, line 2: text must be UTF-8, but byte 2 of the line is 0xff"):
+        list(read_lines(io.BytesIO(b"good\nb\xffd\n"), "file"))
 
 
 def test_the_saved_generation_config_holds_unless_overridden(model, tokenizer, tmp_path):
@@ -195,7 +192,33 @@ def test_an_unreadable_input_is_an_error_without_a_trace(folder, tmp_path, capsy
     assert main(["--model", str(folder), "--input", str(tmp_path / "bad.txt")]) == 1
     errors = capsys.readouterr().err.splitlines()
     assert "none.txt" in errors[0]
-    assert "bad.txt, line 2: byte 0xff" in errors[1]
+    assert "bad.txt, line 2: text must be UTF-8" in errors[1]
+
+
+def test_a_missing_model_is_an_error_without_a_trace(tmp_path, capsys):
+    (tmp_path / "in.txt").write_text("Buch\n")
+    assert main(["--model", str(tmp_path / "missing"), "--input", str(tmp_path / "in.txt")]) == 1
+    assert f"error: there is no model in '{tmp_path / 'missing'}'" in capsys.readouterr().err
+
+
+def test_an_output_that_cannot_be_written_is_an_error_before_the_model_is_loaded(tmp_path, capsys):
+    (tmp_path / "in.txt").write_text("Buch\n")
+    options = ["--input", str(tmp_path / "in.txt"), "--output", str(tmp_path / "missing" / "out.txt")]
+    assert main(["--model", "missing", *options]) == 1
+    assert str(tmp_path / "missing" / "out.txt") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--num_beams", "--batch_tokens"])
+def test_a_number_below_one_is_refused(capsys, option):
+    with pytest.raises(SystemExit):
+        main(["--model", "any", option, "0"])
+    assert "0 must be at least 1" in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_pads_on_the_left_changes_nothing(folder, model):
+    lines, config = ["Buch", "Eine Frau liest ein Buch"], decoding_config(model, max_length_b=3)
+    left, right = (AutoTokenizer.from_pretrained(folder, padding_side=side) for side in ("left", "right"))
+    assert translate_all(model, left, lines, config) == translate_all(model, right, lines, config)
 
 
 @pytest.mark.slow
@@ -223,11 +246,3 @@ def test_a_reader_that_closes_the_pipe_early_is_no_error(folder):
     assert process.wait() == 0, errors
     assert "Traceback" not in errors
     assert "BrokenPipe" not in errors
-
-
-def test_no_command_passes_trust_remote_code():
-    for package in (training, hf_vanilla_trm):
-        for file in Path(package.__file__).parent.rglob("*.py"):
-            for node in ast.walk(ast.parse(file.read_text())):
-                assert not (isinstance(node, ast.keyword) and node.arg == "trust_remote_code"), file
-                assert not (isinstance(node, ast.Constant) and node.value == "trust_remote_code"), file

@@ -87,13 +87,23 @@ class DataArguments:
         given = [kind for kind, value in kinds.items() if value is not None]
         if len(given) != 1:
             raise ValueError(f"give exactly one of {', '.join(kinds)}; got {', '.join(given) or 'none of them'}")
+        for name in ("max_source_length", "max_target_length"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} ({getattr(self, name)}) must be at least 1")
         for split in ("train", "validation", "test"):
-            source, target = getattr(self, f"{split}_source"), getattr(self, f"{split}_target")
-            if (source is None) != (target is None):
-                raise ValueError(
-                    f"{split}_source and {split}_target go together; got {split}_source={source}, "
-                    f"{split}_target={target}"
-                )
+            self._check_files(split, given[0])
+
+    def _check_files(self, split: str, kind: str) -> None:
+        """Refuse files that nothing would read, and one side of two aligned files alone."""
+        source, target, table = (getattr(self, f"{split}_{name}") for name in ("source", "target", "file"))
+        if (source is None) != (target is None):
+            raise ValueError(
+                f"{split}_source and {split}_target go together; got {split}_source={source}, {split}_target={target}"
+            )
+        if table is not None and source is not None:
+            raise ValueError(f"{split}_file ({table}) and {split}_source ({source}) are two answers to one question")
+        if kind in ("embedded_corpus", "dataset_name") and (unread := table or source) is not None:
+            raise ValueError(f"{kind} has its own splits: the {split} data in {unread} would not be read")
 
 
 @dataclass
@@ -234,14 +244,17 @@ def _flags_of_yaml(path: Path) -> list[str]:
         field.name for kind in (ModelArguments, DataArguments, RecipeArguments) for field in dataclasses.fields(kind)
     ]
     flags: dict[str, str] = {}
+    seen = set()
     for key, value in root.value if root is not None else ():
         place = f"{path}, line {key.start_mark.line + 1}"
         if key.value not in names:
             nearest = difflib.get_close_matches(str(key.value), names, n=1, cutoff=0)[0]
             raise ValueError(f"{place}: unknown argument {key.value!r}; did you mean {nearest!r}?")
-        if key.value in flags:
+        if key.value in seen:
             raise ValueError(f"{place}: {key.value} stands twice")
+        seen.add(key.value)
         if not isinstance(value, yaml.ScalarNode):
             raise ValueError(f"{place}: {key.value} takes one value")
-        flags[key.value] = value.value
-    return [f"--{name}={value}" for name, value in flags.items() if value not in ("", "null", "~")]
+        if value.style is not None or value.value not in ("", "null", "~"):  # an empty text in quotes is a value
+            flags[key.value] = value.value
+    return [f"--{name}={value}" for name, value in flags.items()]

@@ -68,6 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if (options.run is None) != (options.last is None):
         parser.error("--run and --last go together")
 
+    if options.output.exists() and (not options.output.is_dir() or any(options.output.iterdir())):
+        parser.error(f"--output ({options.output}) exists and is not empty: nothing is overwritten")
+
     folders = options.checkpoints
     if options.run is not None:
         found = find_checkpoints(options.run)
@@ -80,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         model = average_checkpoints(folders)
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    save_model_folder(options.output, model, AutoTokenizer.from_pretrained(folders[0]))
+    save_model_folder(options.output.resolve(), model, AutoTokenizer.from_pretrained(folders[0]))
     logger.info("averaged %s into %s", ", ".join(map(str, folders)), options.output)
     return 0
 

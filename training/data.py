@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from training.arguments import DataArguments
 from training.embedded_corpus import generate_pairs
+from training.lines import read_lines
 
 SPLITS = ("train", "validation", "test")
 PAIR_FEATURES = Features({"source": Value("string"), "target": Value("string")})
@@ -155,22 +156,11 @@ TABLE_READERS: dict[str, Callable[[str], Iterator[Row]]] = {
 
 
 def _read_lines(path: str) -> Iterator[tuple[int, str]]:
-    r"""Yield the number, from 1, and the text of each line of a UTF-8 file; a byte order mark is left out.
-
-    Bytes are split at "\n" before they are decoded: `str.splitlines` also splits at form feeds and at Unicode's own
-    separators, which occur within sentences and would shift every line after them.
-    """
+    """Yield the number, from 1, and the text of each line of a file."""
     number = 0
     with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                byte = error.object[error.start]
-                raise ValueError(
-                    f"{path}, line {number}: text must be UTF-8, but byte {error.start + 1} of the line is 0x{byte:02x}"
-                ) from None
-            yield number, text.removesuffix("\n").removesuffix("\r")
+        for number, text in enumerate(read_lines(file, path), start=1):
+            yield number, text
     if number == 0:
         raise ValueError(f"{path}: the file is empty")
 

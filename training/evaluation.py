@@ -30,7 +30,10 @@ class TranslationMetric(evaluate.Metric):
     """
 
     def __init__(self, bleu_tokenize: str = "13a") -> None:
-        self.bleu_tokenize = bleu_tokenize
+        try:
+            self.bleu, self.chrf = sacrebleu.BLEU(tokenize=bleu_tokenize), sacrebleu.CHRF()
+        except (KeyError, ImportError, RuntimeError) as error:  # unknown, or without its own dependencies
+            raise ValueError(f"bleu_tokenize ({bleu_tokenize!r}): sacreBLEU has no such tokenizer here") from error
         super().__init__(keep_in_memory=True)
 
     def _info(self) -> evaluate.MetricInfo:
@@ -42,21 +45,14 @@ class TranslationMetric(evaluate.Metric):
         )
 
     def _compute(self, predictions: Sequence[str], references: Sequence[str]) -> dict[str, float | str]:
-        bleu, chrf = sacrebleu.BLEU(tokenize=self.bleu_tokenize), sacrebleu.CHRF()
         equal = sum(prediction == reference for prediction, reference in zip(predictions, references, strict=True))
         return {
-            "bleu": bleu.corpus_score(predictions, [references]).score,
-            "chrf": chrf.corpus_score(predictions, [references]).score,
+            "bleu": self.bleu.corpus_score(predictions, [references]).score,
+            "chrf": self.chrf.corpus_score(predictions, [references]).score,
             "exact_match": 100 * equal / len(references),
-            "bleu_signature": str(bleu.get_signature()),
-            "chrf_signature": str(chrf.get_signature()),
+            "bleu_signature": str(self.bleu.get_signature()),
+            "chrf_signature": str(self.chrf.get_signature()),
         }
-
-
-def decode_labels(tokenizer: PreTrainedTokenizerBase, ids: Iterable[Sequence[int]]) -> list[str]:
-    """Turn rows of token ids into text; -100, the padding of labels and of gathered predictions, counts as padding."""
-    rows = [[tokenizer.pad_token_id if token < 0 else int(token) for token in row] for row in ids]
-    return tokenizer.batch_decode(rows, skip_special_tokens=True)
 
 
 @torch.inference_mode()

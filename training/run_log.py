@@ -16,7 +16,7 @@ import torch
 from accelerate import Accelerator
 
 LIBRARIES = ("hf_vanilla_trm", "torch", "transformers", "accelerate", "datasets", "tokenizers", "sacrebleu")
-MAY_CHANGE = ("output_dir", "allow_changes")
+MAY_CHANGE = ("output_dir", "allow_changes", "report_to", "num_samples", "keep_checkpoints", "num_workers")
 """Arguments that may differ when a run is continued: they do not touch what is trained."""
 
 
@@ -74,8 +74,10 @@ class RunLog:
             _write_json(self.run_file, {"arguments": settings, "sessions": sessions})
             self._keep_metrics_until(update)
         scalars = {name: value for name, value in settings.items() if isinstance(value, int | float | str)}
-        tensorboard = {"purge_step": update + 1}
-        self.accelerator.init_trackers("tensorboard", config=scalars, init_kwargs={"tensorboard": tensorboard})
+        # The project's name is the run's; TensorBoard makes it a folder, of which one in the run is enough.
+        project = "tensorboard" if settings["report_to"] == "tensorboard" else self.run.name
+        options = {"tensorboard": {"purge_step": update + 1}}
+        self.accelerator.init_trackers(project, config=scalars, init_kwargs=options)
 
     def metrics(self, update: int, values: dict[str, Any]) -> None:
         """Append one line to metrics.jsonl and send the numbers to the trackers."""

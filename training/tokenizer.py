@@ -76,6 +76,7 @@ def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
             f"tokenizer {name_or_path!r} has {tokenizer.pad_token!r} as pad_token and as eos_token; "
             "the end of a sentence must differ from padding"
         )
+    tokenizer.padding_side = "right"  # positions are absolute; saved with the model, so that users pad alike
     pieces = tokenizer("a", add_special_tokens=False).input_ids
     framed = tokenizer("a").input_ids
     if framed == [*pieces, tokenizer.eos_token_id]:

@@ -3,7 +3,6 @@
 The same command started again continues from the newest checkpoint; a finished run is left alone.
 """
 
-import argparse
 import logging
 import os
 import sys
@@ -15,6 +14,8 @@ import psutil
 import torch
 import transformers
 from accelerate import Accelerator
+from accelerate.commands.config.config_args import default_config_file, load_config_from_file
+from accelerate.commands.launch import launch_command_parser
 from datasets import Dataset, DatasetDict
 from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -24,12 +25,16 @@ from training.arguments import DataArguments, ModelArguments, RecipeArguments, p
 from training.checkpoint import find_checkpoints
 from training.data import load_pairs, tokenize_pairs
 from training.evaluation import Evaluator, spaced_rows
+from training.lines import as_line
 from training.loop import TrainingLoop
 from training.run_log import RunLog
 from training.tokenizer import load_tokenizer, train_tokenizer
-from training.translate import as_line, decoding_config, load, translate_all
+from training.translate import decoding_config, load, translate_all
 
 logger = logging.getLogger("training")
+
+LAUNCHERS = ("accelerate", "accelerate_cli.py", "accelerate.commands.accelerate_cli")
+"""What a command line of `accelerate launch` begins with, Python and its flags aside."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,38 +42,65 @@ def main(arguments: Sequence[str] | None = None) -> int:
     model_arguments, data_arguments, recipe = parse_arguments(arguments)
     accelerator = start_accelerator(recipe)
     start_logging(accelerator)
-    run = Path(recipe.output_dir)
-    run.mkdir(parents=True, exist_ok=True)
-    log = RunLog(run, accelerator)
+    log = RunLog(Path(recipe.output_dir), accelerator)
     all_arguments = {**vars(model_arguments), **vars(data_arguments), **vars(recipe)}
     with logging_redirect_tqdm():
-        if find_checkpoints(run):
-            log.check(all_arguments, allow_changes=recipe.allow_changes)
-        splits = load_pairs(data_arguments)
-        tokenizer = prepare_tokenizer(splits, data_arguments, run, accelerator)
-        tokenized = tokenize_splits(splits, tokenizer, data_arguments, accelerator)
-        evaluators = {
-            split: Evaluator(splits[split], tokenized[split], tokenizer, recipe=recipe, accelerator=accelerator)
-            for split in ("validation", "test")
-            if split in splits
-        }
-        loop = TrainingLoop(
-            build_model(model_arguments, data_arguments, recipe, tokenizer),
-            tokenizer,
-            tokenized["train"],
-            recipe=recipe,
-            accelerator=accelerator,
-            log=log,
-            evaluator=evaluators.get("validation"),
-        )
+        try:
+            if find_checkpoints(log.run):
+                log.check(all_arguments, allow_changes=recipe.allow_changes)
+            loop, evaluators = prepare(model_arguments, data_arguments, recipe, accelerator, log)
+        except (OSError, ValueError) as error:  # what the user gave; nothing has been trained yet
+            if accelerator.is_main_process:
+                print(f"error: {error}", file=sys.stderr)
+            return 1
         if log.results_file.exists() and loop.stop_reason() is not None:
-            logger.info("%s is finished (%s): nothing to do", run, loop.stop_reason())
+            logger.info("%s is finished (%s): nothing to do", log.run, loop.stop_reason())
             return 0
         log.begin(all_arguments, update=loop.progress.update)
         reason = loop.train()
         report(loop, reason, evaluators, log)
     accelerator.end_training()
     return 0
+
+
+def prepare(
+    model_arguments: ModelArguments,
+    data_arguments: DataArguments,
+    recipe: RecipeArguments,
+    accelerator: Accelerator,
+    log: RunLog,
+) -> tuple[TrainingLoop, dict[str, Evaluator]]:
+    """Read the data, and build all that training needs: the loop, and an evaluator for each split but train.
+
+    Raises:
+        OSError: If a file cannot be read or the run's folder cannot be written.
+        ValueError: If the data, a tokenizer, or the combination of arguments breaks a rule.
+    """
+    log.run.mkdir(parents=True, exist_ok=True)
+    splits = load_pairs(data_arguments)
+    tokenizer = prepare_tokenizer(splits, data_arguments, log.run, accelerator)
+    tokenized = tokenize_splits(splits, tokenizer, data_arguments, accelerator)
+    evaluators = {
+        split: Evaluator(splits[split], tokenized[split], tokenizer, recipe=recipe, accelerator=accelerator)
+        for split in ("validation", "test")
+        if split in splits
+    }
+    if "validation" not in evaluators:
+        if recipe.early_stopping_patience:
+            raise ValueError(
+                f"early_stopping_patience ({recipe.early_stopping_patience}) needs a validation split: there is none"
+            )
+        logger.warning("there is no validation split: the best model will be the last")
+    loop = TrainingLoop(
+        build_model(model_arguments, data_arguments, recipe, tokenizer),
+        tokenizer,
+        tokenized["train"],
+        recipe=recipe,
+        accelerator=accelerator,
+        log=log,
+        evaluator=evaluators.get("validation"),
+    )
+    return loop, evaluators
 
 
 def start_accelerator(recipe: RecipeArguments) -> Accelerator:
@@ -101,21 +133,22 @@ def processes_asked_for() -> int:
     """Return the number of processes that the launcher was asked for, as far as it can be seen.
 
     torchrun tells its processes. `accelerate launch --cpu --num_processes 2` starts a single one and tells it nothing,
-    so the launcher's own command line is read.
+    so the launcher's own command line, and the configuration file that it reads, are read again.
     """
     if "WORLD_SIZE" in os.environ:
         return int(os.environ["WORLD_SIZE"])
-    launcher = psutil.Process().parent()
     try:
+        launcher = psutil.Process().parent()
         words = launcher.cmdline() if launcher is not None else []
     except psutil.Error:
         return 1
-    if not any("accelerate" in word for word in words[:3]):
+    if "launch" not in words[:4] or not any(Path(word).name in LAUNCHERS for word in words[:3]):
         return 1
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--num_processes", "--num-processes", type=int, default=1)
-    own = words.index("training.train") if "training.train" in words else len(words)
-    return max(1, parser.parse_known_args(words[:own])[0].num_processes)
+    options = launch_command_parser().parse_args(words[words.index("launch") + 1 :])
+    if options.num_processes is not None:
+        return max(1, options.num_processes)
+    file = options.config_file or default_config_file
+    return max(1, load_config_from_file(file).num_processes) if Path(file).is_file() else 1
 
 
 def start_logging(accelerator: Accelerator) -> None:

@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 import transformers
@@ -25,6 +24,7 @@ from transformers import (
 )
 
 import hf_vanilla_trm  # noqa: F401  (its import makes the Auto classes know the model)
+from training.lines import as_line, read_lines
 
 BATCH_TOKENS = 8192
 """Source tokens times beams in a batch of decoding, padding included."""
@@ -108,11 +108,6 @@ def translate(
             yield index, as_line(text)
 
 
-def as_line(text: str) -> str:
-    """Return the text with line ends made spaces, so that it is one line of a file."""
-    return text.replace("\n", " ").replace("\r", " ")
-
-
 def translate_all(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -133,7 +128,7 @@ def _generate(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sources: list[list[int]], config: GenerationConfig
 ) -> torch.Tensor:
     """Return token ids, shape (batch, longest), each row under its own cap."""
-    padded = tokenizer.pad({"input_ids": sources}, return_tensors="pt").to(model.device)
+    padded = tokenizer.pad({"input_ids": sources}, padding_side="right", return_tensors="pt").to(model.device)
     caps = [max(1, int(config.max_length_a * len(source) + config.max_length_b)) for source in sources]
     config = copy.deepcopy(config)
     config.max_new_tokens = max(caps)
@@ -147,28 +142,14 @@ def _generate(
     )
 
 
-def load(folder: str, device: str | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load model (in evaluation mode) and tokenizer; code that comes with a model is never run."""
-    model = AutoModelForSeq2SeqLM.from_pretrained(folder)
+def load(folder: str, device: torch.device | str | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load model (in evaluation mode) and tokenizer; code that comes with a model runs only if the user consents."""
+    try:
+        model = AutoModelForSeq2SeqLM.from_pretrained(folder)
+    except OSError as error:
+        raise OSError(f"there is no model in {folder!r}, neither as a folder nor on the Hub ({error})") from error
     best_device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
     return model.to(device or best_device).eval(), AutoTokenizer.from_pretrained(folder)
-
-
-def read_lines(stream: BinaryIO, name: str) -> list[str]:
-    r"""Read the lines of a UTF-8 stream; nothing but "\n" ends a line.
-
-    Raises:
-        ValueError: If a line is not UTF-8; the message names stream, line and byte.
-    """
-    lines = []
-    for number, line in enumerate(stream, start=1):
-        try:
-            text = line.removesuffix(b"\n").removesuffix(b"\r")
-            lines.append(text.decode("utf-8-sig" if number == 1 else "utf-8"))
-        except UnicodeDecodeError as error:
-            bad = error.object[error.start]
-            raise ValueError(f"{name}, line {number}: byte 0x{bad:02x} at {error.start} is not UTF-8") from None
-    return lines
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -177,29 +158,39 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--model", required=True, help="folder or Hub id of a model with tokenizer")
     parser.add_argument("--input", type=Path, help="file of source lines (default: standard input)")
     parser.add_argument("--output", type=Path, help="file for the translations (default: standard output)")
-    parser.add_argument("--num_beams", type=int, help="default: the model's own")
+    parser.add_argument("--num_beams", type=_positive, help="default: the model's own")
     parser.add_argument("--length_penalty", type=float, help="default: the model's own")
     parser.add_argument("--max_length_a", type=float, help="cap a * source_length + b; default: the model's own, or 1")
     parser.add_argument("--max_length_b", type=int, help="default: the model's own, or 50")
-    parser.add_argument("--batch_tokens", type=int, default=BATCH_TOKENS, help="source tokens times beams in a batch")
-    parser.add_argument("--device", help="default: an accelerator if there is one")
+    parser.add_argument(
+        "--batch_tokens", type=_positive, default=BATCH_TOKENS, help="source tokens times beams in a batch"
+    )
+    parser.add_argument("--device", type=torch.device, help="default: an accelerator if there is one")
     return parser.parse_args(arguments)
+
+
+def _positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
+    return value
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Translate a file or standard input; return the exit code."""
     options = parse_arguments(arguments)
+    transformers.utils.logging.disable_progress_bar()
     try:
         if options.input is None:
-            lines = read_lines(sys.stdin.buffer, "standard input")
+            lines = list(read_lines(sys.stdin.buffer, "standard input"))
         else:
             with options.input.open("rb") as file:
-                lines = read_lines(file, str(options.input))
+                lines = list(read_lines(file, str(options.input)))
+        if options.output is not None:
+            options.output.open("ab").close()  # better to learn now that it cannot be written
+        model, tokenizer = load(options.model, options.device)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    transformers.utils.logging.disable_progress_bar()
-    model, tokenizer = load(options.model, options.device)
     config = decoding_config(
         model,
         num_beams=options.num_beams,
