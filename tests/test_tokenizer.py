@@ -233,3 +233,21 @@ def test_a_tokenizer_that_pads_on_the_left_is_made_to_pad_on_the_right(tmp_path)
     tokenizer.padding_side = "left"
     tokenizer.save_pretrained(tmp_path)
     assert load_tokenizer(str(tmp_path)).padding_side == "right"
+
+
+def test_special_tokens_of_a_users_tokenizer_stay_whole(tmp_path):
+    tokenizer = train_tokenizer(["ein Haus", "a dog"], vocab_size=262)
+    tokenizer.split_special_tokens = False
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<2de>"]})
+    frame = {"special_tokens": [("<s>", 0), ("</s>", 2)]}
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A </s>", **frame)
+    tokenizer.save_pretrained(tmp_path)
+    loaded = load_tokenizer(str(tmp_path))
+    ids = loaded("<2de>a dog").input_ids
+    assert ids[0] == loaded.convert_tokens_to_ids("<2de>") == tokenizer.convert_tokens_to_ids("<2de>")
+    assert ids[-1] == loaded.eos_token_id
+
+
+def test_a_missing_tokenizer_is_named():
+    with pytest.raises(ValueError, match="there is no tokenizer in '/missing/folder'"):
+        load_tokenizer("/missing/folder")

@@ -12,7 +12,8 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import training.checkpoint
 from tests.launch import ACCELERATE, CLONE, PYTHON, TWO_RANKS, run
@@ -483,3 +484,22 @@ def test_early_stopping_without_validation_is_refused(train, data, capsys):
     AcceleratorState._reset_state(True)
     assert main([*tiny_flags(data[:4], train.folder), "--early_stopping_patience", "3"]) == 1
     assert "early_stopping_patience (3) needs a validation split" in capsys.readouterr().err
+
+
+def test_a_tokenizer_whose_ids_have_gaps_gets_a_model_that_has_them_all(train, tmp_path):
+    words = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, **{word: 30 + index for index, word in enumerate(WORDS)}}
+    backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    specials = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    PreTrainedTokenizerFast(tokenizer_object=backend, **specials).save_pretrained(tmp_path / "words")
+    assert train("--tokenizer", tmp_path / "words", "--max_updates", 1) == 0
+    model = AutoModelForSeq2SeqLM.from_pretrained(train.folder / "last")
+    assert model.config.vocab_size == 30 + len(WORDS)
+
+
+def test_the_record_holds_the_defaults_that_the_arguments_came_to(train):
+    train("--max_updates", 1)
+    resolved = json.loads((train.folder / "run.json").read_text())["resolved"]
+    assert resolved["model"]["attention_dropout"] == 0
+    assert resolved["model"]["layer_norm_eps"] == 1e-5
+    assert resolved["peak_learning_rate"] == pytest.approx((D_MODEL * WARMUP) ** -0.5)

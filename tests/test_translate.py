@@ -208,6 +208,13 @@ def test_an_output_that_cannot_be_written_is_an_error_before_the_model_is_loaded
     assert str(tmp_path / "missing" / "out.txt") in capsys.readouterr().err
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_an_error_without_a_trace(folder, tmp_path, capsys):
+    (tmp_path / "in.txt").write_text("Buch\n")
+    assert main(["--model", str(folder), "--input", str(tmp_path / "in.txt"), "--device", "cuda"]) == 1
+    assert "error: device (cuda) cannot be used" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("option", ["--num_beams", "--batch_tokens"])
 def test_a_number_below_one_is_refused(capsys, option):
     with pytest.raises(SystemExit):

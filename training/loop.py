@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -104,6 +105,10 @@ class TrainingLoop:
     def updates_per_epoch(self) -> int:
         """Updates of one epoch; the last may have fewer micro-batches than the others."""
         return -(-len(self.sampler) // self.recipe.gradient_accumulation_steps)
+
+    def resolved(self) -> dict[str, Any]:
+        """Return what the arguments came to: the whole architecture, and the peak of the schedule."""
+        return {"model": self.plain_model.config.to_dict(), "peak_learning_rate": self.schedule.peak}
 
     def stop_reason(self) -> str | None:
         """Return why training is over, or None while it is not."""

@@ -60,18 +60,19 @@ class RunLog:
                 "with --allow_changes"
             )
 
-    def begin(self, arguments: dict[str, Any], *, update: int) -> None:
+    def begin(self, arguments: dict[str, Any], *, update: int, resolved: dict[str, Any]) -> None:
         """Record the resolved arguments and the session's origin, before its first step.
 
         Args:
             arguments: All arguments by name.
             update: Updates done before this session; 0 starts the records anew.
+            resolved: What follows from the arguments: defaults of the architecture and the schedule.
         """
         settings = self._settings(arguments)
         if self.accelerator.is_main_process:
             recorded = self._read_run_file() if update > 0 else None
             sessions = [*(recorded["sessions"] if recorded else []), _session(update, self.accelerator)]
-            _write_json(self.run_file, {"arguments": settings, "sessions": sessions})
+            _write_json(self.run_file, {"arguments": settings, "resolved": resolved, "sessions": sessions})
             self._keep_metrics_until(update)
         scalars = {name: value for name, value in settings.items() if isinstance(value, int | float | str)}
         # The project's name is the run's; TensorBoard makes it a folder, of which one in the run is enough.

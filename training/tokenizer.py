@@ -54,7 +54,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
         show_progress=False,
     )
     tokenizer.train_from_iterator(itertools.chain([first], texts), trainer)
-    return _fast_tokenizer(tokenizer, bos_token=BOS, pad_token=PAD, eos_token=EOS, unk_token=UNK)
+    # Split: else "</s>" in a text becomes EOS, and decoding drops it.
+    specials = {"bos_token": BOS, "pad_token": PAD, "eos_token": EOS, "unk_token": UNK}
+    return _fast_tokenizer(tokenizer, split_special_tokens=True, **specials)
 
 
 def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
@@ -67,7 +69,12 @@ def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
         ValueError: If it has no padding or no end token, if these are one token, or if it puts other special tokens
             around a text and is not a fast tokenizer.
     """
-    tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"there is no tokenizer in {name_or_path!r}, neither as a folder nor on the Hub ({error})"
+        ) from error
     missing = [name for name in ("pad_token", "eos_token") if getattr(tokenizer, name) is None]
     if missing:
         raise ValueError(f"tokenizer {name_or_path!r} has no {' and no '.join(missing)}; training needs both")
@@ -85,10 +92,14 @@ def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
     if not tokenizer.is_fast:
         raise ValueError(f"tokenizer {frame} for 'a'; it must give pieces and {tokenizer.eos_token!r}")
     logger.warning("tokenizer %s for 'a'; from here on it gives pieces and %r", frame, tokenizer.eos_token)
-    return _fast_tokenizer(tokenizer.backend_tokenizer, **tokenizer.special_tokens_map)
+    # Its own special tokens in a text, language tags for one, mean what they meant.
+    split = tokenizer.split_special_tokens
+    return _fast_tokenizer(tokenizer.backend_tokenizer, split_special_tokens=split, **tokenizer.special_tokens_map)
 
 
-def _fast_tokenizer(tokenizer: Tokenizer, *, eos_token: str, **special_tokens: str) -> PreTrainedTokenizerFast:
+def _fast_tokenizer(
+    tokenizer: Tokenizer, *, eos_token: str, split_special_tokens: bool, **special_tokens: str
+) -> PreTrainedTokenizerFast:
     """Wrap a tokenizer so that it puts EOS after a text, and decodes to what it encoded."""
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"$A {eos_token}",
@@ -100,5 +111,5 @@ def _fast_tokenizer(tokenizer: Tokenizer, *, eos_token: str, **special_tokens: s
         eos_token=eos_token,
         **special_tokens,
         clean_up_tokenization_spaces=False,  # else some readers decode "a , b" as "a, b"
-        split_special_tokens=True,  # else "</s>" in a text becomes EOS, and decoding drops it
+        split_special_tokens=split_special_tokens,
     )

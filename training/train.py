@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if log.results_file.exists() and loop.stop_reason() is not None:
             logger.info("%s is finished (%s): nothing to do", log.run, loop.stop_reason())
             return 0
-        log.begin(all_arguments, update=loop.progress.update)
+        log.begin(all_arguments, update=loop.progress.update, resolved=loop.resolved())
         reason = loop.train()
         report(loop, reason, evaluators, log)
     accelerator.end_training()
@@ -204,9 +204,10 @@ def build_model(
         "eos_token_id": tokenizer.eos_token_id,
         "decoder_start_token_id": start,
     }
+    vocab_size = max(tokenizer.get_vocab().values()) + 1  # a tokenizer's ids may have gaps
     torch.manual_seed(recipe.seed)
     model = VanillaTrmForConditionalGeneration(
-        VanillaTrmConfig(vocab_size=len(tokenizer), **tokens, **model_arguments.given())
+        VanillaTrmConfig(vocab_size=vocab_size, **tokens, **model_arguments.given())
     )
     model.generation_config = GenerationConfig(
         **tokens,
@@ -216,7 +217,7 @@ def build_model(
         max_length_a=recipe.max_length_a,
         max_length_b=recipe.max_length_b,
     )
-    logger.info("%d parameters, vocabulary %d", model.num_parameters(), len(tokenizer))
+    logger.info("%d parameters, vocabulary %d", model.num_parameters(), vocab_size)
     return model
 
 

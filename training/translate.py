@@ -148,8 +148,12 @@ def load(folder: str, device: torch.device | str | None = None) -> tuple[PreTrai
         model = AutoModelForSeq2SeqLM.from_pretrained(folder)
     except OSError as error:
         raise OSError(f"there is no model in {folder!r}, neither as a folder nor on the Hub ({error})") from error
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     best_device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
-    return model.to(device or best_device).eval(), AutoTokenizer.from_pretrained(folder)
+    try:
+        return model.to(device or best_device).eval(), tokenizer
+    except (AssertionError, RuntimeError) as error:  # what PyTorch raises for a device that is not there
+        raise ValueError(f"device ({device}) cannot be used: {error}") from error
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
