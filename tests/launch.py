@@ -12,10 +12,17 @@ TWO_RANKS = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--n
 
 
 def run(command, *, stdin=None, timeout=300, check=True):
-    """Run a command in the clone, one thread a process; return it completed, stdout and stderr as bytes.
+    """Run a command in the clone, one thread a process; return it completed, stdout and stderr as bytes."""
+    if command[: len(TWO_RANKS)] != TWO_RANKS:
+        return _run_once(command, stdin, timeout, check)
+    try:
+        return _run_once(command, stdin, 120, check)
+    except TimeoutError:  # seen once: the launcher waited for ever for one of its ranks
+        return _run_once(command, stdin, timeout, check)
 
-    A launcher whose time is up is asked to end first, so that it ends its ranks.
-    """
+
+def _run_once(command, stdin, timeout, check):
+    """A launcher whose time is up is asked to end first, so that it ends its ranks."""
     process = subprocess.Popen(
         [str(word) for word in command],
         cwd=CLONE,
@@ -29,7 +36,7 @@ def run(command, *, stdin=None, timeout=300, check=True):
     except subprocess.TimeoutExpired:
         process.terminate()
         stdout, stderr = process.communicate(timeout=30)
-        raise AssertionError(f"still running after {timeout} s:\n{stderr.decode()}") from None
+        raise TimeoutError(f"still running after {timeout} s:\n{stderr.decode()}") from None
     if check:
         assert process.returncode == 0, stderr.decode()
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
