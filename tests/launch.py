@@ -12,12 +12,15 @@ TWO_RANKS = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--n
 
 
 def run(command, *, stdin=None, timeout=300, check=True):
-    """Run a command in the clone, one thread a process; return it completed, stdout and stderr as bytes."""
+    """Run a command in the clone, one thread a process; return it completed, stdout and stderr as bytes.
+
+    A two-rank launch that is not over after 120 s is ended and tried once more.
+    """
     if command[: len(TWO_RANKS)] != TWO_RANKS:
         return _run_once(command, stdin, timeout, check)
     try:
         return _run_once(command, stdin, 120, check)
-    except TimeoutError:  # seen once: the launcher waited for ever for one of its ranks
+    except TimeoutError:  # one launch has hung, and why is not known
         return _run_once(command, stdin, timeout, check)
 
 
