@@ -3,26 +3,48 @@
 Importing this package registers it with the Auto classes, and does nothing else.
 """
 
-from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTextEncoding,
+)
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # type: ignore[attr-defined]
 
 from .configuration_vanilla_trm import VanillaTrmConfig
 from .modeling_vanilla_trm import (
+    VanillaTrmDecoder,
+    VanillaTrmEncoder,
+    VanillaTrmEncoderModel,
     VanillaTrmForConditionalGeneration,
+    VanillaTrmForSequenceClassification,
     VanillaTrmModel,
     VanillaTrmPreTrainedModel,
 )
 
-# exist_ok: importing the package twice registers the same names again; model_type itself collides with nothing built
-# in.
+if VanillaTrmConfig.model_type in CONFIG_MAPPING_NAMES:
+    raise ValueError(
+        f"'{VanillaTrmConfig.model_type}' is already used by a Transformers config: this version of transformers has a "
+        "model of that type, and hf_vanilla_trm must not take its place"
+    )
+# exist_ok: importing the package twice registers the same names again. AutoModel takes the class that a saved folder
+# names, and the first where none is named.
 AutoConfig.register("vanilla_trm", VanillaTrmConfig, exist_ok=True)
-AutoModel.register(VanillaTrmConfig, VanillaTrmModel, exist_ok=True)
+AutoModel.register(VanillaTrmConfig, (VanillaTrmModel, VanillaTrmEncoderModel), exist_ok=True)
 AutoModelForSeq2SeqLM.register(VanillaTrmConfig, VanillaTrmForConditionalGeneration, exist_ok=True)
+AutoModelForTextEncoding.register(VanillaTrmConfig, VanillaTrmEncoderModel, exist_ok=True)
+AutoModelForSequenceClassification.register(VanillaTrmConfig, VanillaTrmForSequenceClassification, exist_ok=True)
 
 __version__ = "0.1.0"
 
 __all__ = [
     "VanillaTrmConfig",
+    "VanillaTrmDecoder",
+    "VanillaTrmEncoder",
+    "VanillaTrmEncoderModel",
     "VanillaTrmForConditionalGeneration",
+    "VanillaTrmForSequenceClassification",
     "VanillaTrmModel",
     "VanillaTrmPreTrainedModel",
 ]

@@ -65,7 +65,8 @@ class VanillaTrmConfig(PreTrainedConfig):
         "num_hidden_layers": "encoder_layers",
         "intermediate_size": "d_ff",
     }
-    # transformers' defaults name the modules of a decoder without an encoder; there are no plans for our stacks yet.
+    # Empty, since transformers' defaults name the modules of a decoder without an encoder: the plans for distributed
+    # training stand with the stacks that they divide, in `modeling_vanilla_trm.py`.
     base_model_tp_plan: ClassVar[dict[str, Any]] = {}
     base_model_fsdp_plan: ClassVar[dict[Any, str]] = {}
 
@@ -106,12 +107,17 @@ class VanillaTrmConfig(PreTrainedConfig):
         self._take_alias("d_ff", ("encoder_ffn_dim", "decoder_ffn_dim"), kwargs)
         if self.decoder_vocab_size is None:
             self.decoder_vocab_size = self.vocab_size
+        if self.architectures is None:
+            # AutoModel looks through the list to choose between our model and its encoder alone.
+            self.architectures = []
         super().__post_init__(**kwargs)
-        # `@strict` calls them again, now and before saving, but wraps what they raise;
-        # users should see the ValueError itself.
-        self.validate_architecture()
-        self.validate_special_tokens()
-        self.validate_parameter_sharing()
+        self.check()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set a field; the size of the one vocabulary, where source and target share it, is set on both sides."""
+        super().__setattr__(name, value)
+        if name == "vocab_size" and self.share_encoder_decoder_embeddings:
+            super().__setattr__("decoder_vocab_size", value)
 
     def _take_alias(self, field: str, aliases: tuple[str, str], kwargs: dict[str, Any]) -> None:
         """Move the value given under `aliases` to `field`: here, since `attribute_map` would let the second overwrite
@@ -127,6 +133,19 @@ class VanillaTrmConfig(PreTrainedConfig):
                     f"{name} ({value}) is another name for {field} ({getattr(self, field)}): they must be equal"
                 )
             setattr(self, field, value)
+
+    def check(self) -> None:
+        """Check every rule; called by the constructor and by every model, for fields may have been set in between.
+
+        `@strict` calls the same checks, now and before saving, but wraps what they raise; users should see the
+        ValueError itself.
+
+        Raises:
+            ValueError: A value breaks a rule.
+        """
+        self.validate_architecture()
+        self.validate_special_tokens()
+        self.validate_parameter_sharing()
 
     def validate_architecture(self) -> None:
         """Check sizes, rates and names; called by the constructor and before saving."""
