@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEMO := runs/demo
 
-.PHONY: demo test test-fast lint clean
+.PHONY: demo test test-fast test-lowest lint clean
 .DEFAULT_GOAL := test
 
 $(VENV)/train: pyproject.toml constraints.txt
@@ -32,11 +32,20 @@ lint: $(VENV)/test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# transformers' own tests of its models come with its source archive, downloaded once into .cache.
 test: lint
+	$(BIN)/python -m tests.conformance.archive
 	$(BIN)/python -m pytest -n auto
 
 test-fast: lint
 	$(BIN)/python -m pytest -n auto -m "not slow"
 
+# The fast tests with the lowest version of everything that pyproject.toml declares.
+test-lowest:
+	$(PYTHON) -m venv $(VENV)-lowest
+	sed -n 's/^    "\([A-Za-z-]*\)>=\([0-9.]*\).*/\1==\2/p' pyproject.toml > $(VENV)-lowest/constraints.txt
+	$(VENV)-lowest/bin/python -m pip install --quiet --constraint $(VENV)-lowest/constraints.txt --editable '.[test]'
+	$(VENV)-lowest/bin/python -m pytest -n auto -m "not slow"
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(VENV)-lowest .cache build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

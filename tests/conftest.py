@@ -1,5 +1,6 @@
 """Fixtures and settings for all tests: no network, one thread, tiny models."""
 
+import logging
 import os
 import tempfile
 
@@ -10,6 +11,7 @@ os.environ["HF_EVALUATE_OFFLINE"] = "1"
 
 import pytest
 import torch
+import transformers
 
 from hf_vanilla_trm import VanillaTrmConfig, VanillaTrmForConditionalGeneration
 
@@ -46,6 +48,24 @@ def spread_weights(model, std=0.3, seed=0):
 
 def tiny_model(seed=0, **changes):
     return spread_weights(VanillaTrmForConditionalGeneration(tiny_config(**changes)), seed=seed).eval()
+
+
+class RefuseDeprecations(logging.Handler):
+    """transformers logs some of its deprecations instead of warning of them."""
+
+    def emit(self, record):
+        if "deprecated" in record.getMessage():
+            raise DeprecationWarning(record.getMessage())
+
+
+@pytest.fixture(autouse=True)
+def refuse_deprecations():
+    """What transformers will take away must not be used; the settings of pytest do the same with warnings."""
+    handler = RefuseDeprecations()
+    logger = transformers.utils.logging.get_logger("transformers")
+    logger.addHandler(handler)
+    yield
+    logger.removeHandler(handler)
 
 
 @pytest.fixture
