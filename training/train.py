@@ -6,7 +6,7 @@ The same command started again continues from the newest checkpoint; a finished 
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from accelerate.commands.config.config_args import default_config_file, load_con
 from accelerate.commands.launch import launch_command_parser
 from datasets import Dataset, DatasetDict
 from tqdm.contrib.logging import logging_redirect_tqdm
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_vanilla_trm import VanillaTrmConfig, VanillaTrmForConditionalGeneration
 from training.arguments import DataArguments, ModelArguments, RecipeArguments, parse_arguments
@@ -37,8 +37,13 @@ LAUNCHERS = ("accelerate", "accelerate_cli.py", "accelerate.commands.accelerate_
 """What a command line of `accelerate launch` begins with, Python and its flags aside."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Train as the arguments say; return the exit code."""
+def main(arguments: Sequence[str] | None = None, *, initialise: Callable[[PreTrainedModel], None] | None = None) -> int:
+    """Train as the arguments say; return the exit code.
+
+    Args:
+        arguments: The command line without the program's name; `sys.argv[1:]` when None.
+        initialise: Overwrites the weights of the new model, to compare initialisations; None keeps the package's own.
+    """
     model_arguments, data_arguments, recipe = parse_arguments(arguments)
     accelerator = start_accelerator(recipe)
     start_logging(accelerator)
@@ -48,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             if find_checkpoints(log.run):
                 log.check(all_arguments, allow_changes=recipe.allow_changes)
-            loop, evaluators = prepare(model_arguments, data_arguments, recipe, accelerator, log)
+            loop, evaluators = prepare(model_arguments, data_arguments, recipe, accelerator, log, initialise)
         except (OSError, ValueError) as error:  # what the user gave; nothing has been trained yet
             if accelerator.is_main_process:
                 print(f"error: {error}", file=sys.stderr)
@@ -69,6 +74,7 @@ def prepare(
     recipe: RecipeArguments,
     accelerator: Accelerator,
     log: RunLog,
+    initialise: Callable[[PreTrainedModel], None] | None = None,
 ) -> tuple[TrainingLoop, dict[str, Evaluator]]:
     """Read the data, and build all that training needs: the loop, and an evaluator for each split but train.
 
@@ -91,8 +97,11 @@ def prepare(
                 f"early_stopping_patience ({recipe.early_stopping_patience}) needs a validation split: there is none"
             )
         logger.warning("there is no validation split: the best model will be the last")
+    model = build_model(model_arguments, data_arguments, recipe, tokenizer)
+    if initialise is not None:
+        initialise(model)  # before the loop, which loads the newest checkpoint over it
     loop = TrainingLoop(
-        build_model(model_arguments, data_arguments, recipe, tokenizer),
+        model,
         tokenizer,
         tokenized["train"],
         recipe=recipe,
