@@ -10,6 +10,7 @@ several depths.
 
 import copy
 import math
+from types import SimpleNamespace
 from typing import Any, TypedDict, Unpack
 
 import torch
@@ -595,6 +596,30 @@ class VanillaTrmForConditionalGeneration(VanillaTrmPreTrainedModel, GenerationMi
             embedding = "model.shared.weight" if shared else "model.decoder.embed_tokens.weight"
             self._tied_weights_keys = {"lm_head.weight": embedding}
         self.post_init()
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """Save as transformers does; the saved config says that the output is tied wherever it is.
+
+        PEFT, on merging an adapter, compares the output with the source embedding and, where the vocabularies are
+        separate, clears the flag of a model that is tied: loaded by such a config, the output would be drawn anew.
+        """
+        if getattr(self.lm_head, "weight", None) is self.get_decoder().embed_tokens.weight:
+            self.config.tie_word_embeddings = True
+        super().save_pretrained(*args, **kwargs)
+
+    def compute_transition_scores(
+        self,
+        sequences: Tensor,
+        scores: tuple[Tensor],
+        beam_indices: Tensor | None = None,
+        normalize_logits: bool = False,
+    ) -> Tensor:
+        """The scores of the chosen tokens; see transformers, which would count in the source's vocabulary."""
+        in_target_vocabulary: Any = SimpleNamespace(config=self.config.get_text_config(decoder=True))
+        chosen: Tensor = GenerationMixin.compute_transition_scores(
+            in_target_vocabulary, sequences, scores, beam_indices, normalize_logits
+        )
+        return chosen
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
         """The labels behind the start token, `(batch, target_length)`; what data collators call.
