@@ -4,6 +4,9 @@ Architecture only: how the model is trained is the training code's business, and
 config. The defaults are the paper's base model (Table 3).
 """
 
+import os
+import shutil
+from pathlib import Path
 from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
@@ -11,6 +14,8 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 PARAMETER_SHARING_MODES = ("none", "attention", "ffn", "all")
+CODE_FILES = ("configuration_vanilla_trm.py", "layers.py", "loss.py", "modeling_vanilla_trm.py")
+"""The code that travels with a saved model."""
 SHARING_ORDERS = ("sequence", "cycle", "cycle_reverse")
 
 
@@ -112,6 +117,47 @@ class VanillaTrmConfig(PreTrainedConfig):
             self.architectures = []
         super().__post_init__(**kwargs)
         self.check()
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
+        """Write `config.json`, and beside it the code of the model; every model, Trainer and push saves through it.
+
+        The folder then loads with `trust_remote_code=True` where the package is not installed, whichever class was
+        saved: `auto_map` names the class of every Auto class.
+
+        Args:
+            save_directory: A folder, made where it does not exist.
+            push_to_hub: Upload the folder's content afterwards; see transformers for `kwargs`.
+
+        Raises:
+            ValueError: A field has been set to a value that breaks a rule.
+        """
+        self.check()
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in CODE_FILES:
+            file = Path(__file__).with_name(name)
+            if file.exists() and file.resolve() != (folder / name).resolve():
+                shutil.copyfile(file, folder / name)
+        # As remote code, a config has no other file than its own beside it. A model has them all, and has written them;
+        # of a config by itself, `auto_map` goes on naming the repository that has them.
+        if all((folder / name).exists() for name in CODE_FILES):
+            self.auto_map = self._complete_auto_map()
+        super().save_pretrained(save_directory, **kwargs)
+        if push_to_hub:
+            self.push_to_hub(**{"repo_id": folder.name} | kwargs)
+
+    def _complete_auto_map(self) -> dict[str, str]:
+        """The class behind every Auto class; behind AutoModel, the one without a head of what was saved."""
+        encoder_only = {"VanillaTrmEncoderModel", "VanillaTrmForSequenceClassification"}
+        bare = "VanillaTrmEncoderModel" if encoder_only & set(self.architectures or []) else "VanillaTrmModel"
+        classes = {
+            "AutoModel": bare,
+            "AutoModelForSeq2SeqLM": "VanillaTrmForConditionalGeneration",
+            "AutoModelForSequenceClassification": "VanillaTrmForSequenceClassification",
+            "AutoModelForTextEncoding": "VanillaTrmEncoderModel",
+        }
+        auto_map = {name: f"modeling_vanilla_trm.{classes[name]}" for name in classes}
+        return {"AutoConfig": "configuration_vanilla_trm.VanillaTrmConfig"} | auto_map
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set a field; the size of the one vocabulary, where source and target share it, is set on both sides."""

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -65,12 +66,40 @@ def test_training_uses_the_packages_public_names_only(path):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "training").rglob("*.py")), ids=lambda path: path.stem)
 def test_no_command_trusts_remote_code_by_itself(path):
-    assert "trust_remote_code" not in path.read_text(encoding="utf-8")
+    assert "trust_remote_code=True" not in path.read_text(encoding="utf-8")
 
 
 def test_importing_twice_and_reloading_is_harmless():
     for _ in range(2):
         importlib.reload(hf_vanilla_trm)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["reload", "forget"])
+def test_reloading_every_module_twice_leaves_the_auto_classes_with_the_newest_classes(tmp_path, way):
+    """As a notebook does that reloads what was edited, or that drops modules to import them again."""
+    tiny_model().save_pretrained(tmp_path / "model")
+    code = f"""
+import importlib, sys
+import hf_vanilla_trm
+from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM
+names = [name for name in sys.modules if name.split(".")[0] == "hf_vanilla_trm"]
+names.sort(key=lambda name: (name == "hf_vanilla_trm", "modeling" in name, "encoder_only" in name))
+for _ in range(2):
+    if {way!r} == "reload":
+        for name in names:
+            importlib.reload(sys.modules[name])
+    else:
+        for name in names:
+            del sys.modules[name]
+    import hf_vanilla_trm
+    assert type(AutoConfig.from_pretrained("model")) is hf_vanilla_trm.VanillaTrmConfig
+    assert type(AutoModel.from_pretrained("model")) is hf_vanilla_trm.VanillaTrmModel
+    loaded = AutoModelForSeq2SeqLM.from_pretrained("model")
+    assert type(loaded) is hf_vanilla_trm.VanillaTrmForConditionalGeneration
+"""
+    result = run(code, tmp_path, PYTHONPATH=str(ROOT))
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize("first", ["transformers", "hf_vanilla_trm"])
@@ -97,14 +126,33 @@ def test_the_version_is_the_one_of_the_build_and_of_the_changelog():
     assert f"## {project['version']}" in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_the_model_type_is_ours_alone():
+def test_the_model_type_and_the_class_names_are_ours_alone():
+    import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
-    assert hf_vanilla_trm.VanillaTrmConfig.model_type not in CONFIG_MAPPING_NAMES
+    model_type = hf_vanilla_trm.VanillaTrmConfig.model_type
+    built_in = {path.name for path in Path(transformers.__file__).parent.joinpath("models").iterdir()}
+    assert {"bert", "marian"} <= built_in & CONFIG_MAPPING_NAMES.keys() & MODEL_MAPPING_NAMES.keys()
+    assert model_type not in built_in | CONFIG_MAPPING_NAMES.keys() | MODEL_MAPPING_NAMES.keys()
+    assert model_type == "vanilla_trm"
+    assert hasattr(transformers, "MarianMTModel")
+    assert not [name for name in hf_vanilla_trm.__all__ if hasattr(transformers, name)]
 
 
-def test_without_the_package_loading_fails_with_the_model_type_named(tmp_path):
+def test_a_model_type_that_transformers_comes_to_have_is_an_error_and_not_overridden_in_silence(monkeypatch):
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    monkeypatch.setitem(CONFIG_MAPPING._mapping, "vanilla_trm", "VanillaTrmConfig")
+    with pytest.raises(ValueError, match="'vanilla_trm' is already used by a Transformers config"):
+        importlib.reload(hf_vanilla_trm)
+
+
+def test_without_the_package_and_the_code_loading_fails_with_the_model_type_named(tmp_path):
     tiny_model().save_pretrained(tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    del config["auto_map"]
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     load = "from transformers import AutoModelForSeq2SeqLM; AutoModelForSeq2SeqLM.from_pretrained('model')"
     without = run(load, tmp_path, PYTHONPATH="")
     assert without.returncode != 0
