@@ -2,10 +2,10 @@
 
 import pytest
 from huggingface_hub.errors import StrictDataclassFieldValidationError
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM
 
 from hf_vanilla_trm import VanillaTrmConfig
-from tests.conftest import tiny_config
+from tests.conftest import tiny_config, tiny_model
 
 
 def test_the_defaults_are_the_base_model_of_table_3():
@@ -69,6 +69,33 @@ def test_a_bad_value_is_refused_with_the_value_and_the_rule(changes, message):
 def test_a_wrong_type_is_refused(changes):
     with pytest.raises(StrictDataclassFieldValidationError, match=next(iter(changes))):
         tiny_config(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pad_token_id": 2}, r"pad_token_id \(2\) must differ from eos_token_id \(2\)"),
+        ({"eos_token_id": 1}, r"pad_token_id \(1\) must differ from eos_token_id \(1\)"),
+        ({"eos_token_id": [2, 1]}, r"pad_token_id \(1\) must differ from eos_token_id \(\[2, 1\]\)"),
+        ({"pad_token_id": 20}, r"pad_token_id \(20\) must be at least 0 and below vocab_size \(20\)"),
+        ({"num_attention_heads": 3}, r"d_model \(16\) must be divisible by num_attention_heads \(3\)"),
+        ({"dropout": 1.5}, r"dropout \(1\.5\)"),
+        ({"sharing_order": "zigzag"}, r"sharing_order \('zigzag'\)"),
+    ],
+)
+def test_a_bad_value_set_after_construction_is_refused_by_the_model_and_when_saving(tmp_path, changes, message):
+    tiny_model().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        AutoModelForSeq2SeqLM.from_pretrained(tmp_path, **changes)
+    loaded, late = AutoConfig.from_pretrained(tmp_path, **changes), tiny_config()
+    for name, value in changes.items():
+        setattr(late, name, value)
+    for config in (loaded, late):
+        for auto_class in (AutoModelForSeq2SeqLM, AutoModel):
+            with pytest.raises(ValueError, match=message):
+                auto_class.from_config(config)
+        with pytest.raises(ValueError, match=message):
+            config.save_pretrained(tmp_path / "elsewhere")
 
 
 def test_separate_vocabularies_have_sizes_of_their_own():

@@ -34,12 +34,30 @@ def test_positions_beyond_the_table_continue_the_formula():
     inside, beyond = positions(torch.arange(4), 4), positions(torch.arange(9), 9)
     torch.testing.assert_close(beyond[:4], inside, rtol=0, atol=0)
     torch.testing.assert_close(beyond, sinusoids(torch.arange(9), 6).float(), rtol=0, atol=0)
+    for length in (3, 4, 5):
+        torch.testing.assert_close(positions(torch.arange(length), length), beyond[:length], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("d_model", [16, 512])
+@pytest.mark.parametrize("table_length", [2048, 4], ids=["in the table", "beyond the table"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_positions_up_to_2047_are_computed_before_they_are_cast(d_model, table_length, dtype):
+    encodings = SinusoidalPositions(table_length, d_model).to(dtype)(torch.arange(2048), 2048)
+    assert encodings.dtype == dtype
+    for position in (1, 255, 257, 1023, 1025, 2046, 2047):
+        angles = [position / 10000 ** (2 * i / d_model) for i in range(d_model // 2)]
+        expected = torch.tensor([(math.sin(angle), math.cos(angle)) for angle in angles], dtype=torch.float64)
+        unit = torch.finfo(dtype).eps
+        torch.testing.assert_close(encodings[position].double(), expected.flatten(), rtol=unit, atol=1e-5)
 
 
 def test_the_table_is_not_saved_and_follows_the_module():
     positions = SinusoidalPositions(num_positions=4, d_model=6)
     assert positions.state_dict() == {}
     assert positions.to(torch.bfloat16).table.dtype == torch.bfloat16
+    assert positions(torch.arange(9), 9).dtype == torch.bfloat16
+    assert positions.to("meta").table.device.type == "meta"
+    assert positions(torch.arange(9, device="meta"), 9).device.type == "meta"
 
 
 def test_attention_weights_are_the_softmax_of_scaled_scores():

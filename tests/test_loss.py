@@ -83,28 +83,55 @@ def test_the_training_loss_of_the_model_equals_the_loss_of_its_logits(batch):
 
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
-def test_padding_changes_neither_loss_nor_gradients(batch, training, label_smoothing):
-    model = tiny_model().train(training)
-    longer = {
-        "input_ids": torch.nn.functional.pad(batch["input_ids"], (0, 57), value=1),
-        "attention_mask": torch.nn.functional.pad(batch["attention_mask"], (0, 57)),
-        "labels": torch.nn.functional.pad(batch["labels"], (0, 59), value=-100),
-    }
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_padding_changes_neither_loss_nor_gradients(batch, training, label_smoothing, dtype):
+    model = tiny_model(output_bias=True).to(dtype).train(training)
     results = []
-    for inputs_of_one_width in (batch, longer):
-        loss = model(**inputs_of_one_width, label_smoothing=label_smoothing).loss
+    for width in (8, 64):
+        padded = {
+            name: torch.nn.functional.pad(tensor, (0, width - tensor.size(1)), value=fill)
+            for (name, tensor), fill in zip(batch.items(), (1, 0, -100), strict=True)
+        }
+        loss = model(**padded, label_smoothing=label_smoothing).loss
         results.append((loss, *torch.autograd.grad(loss, list(model.parameters()))))
-    for short, long in zip(*results, strict=True):
+    (short_loss, *short_gradients), (long_loss, *long_gradients) = results
+    torch.testing.assert_close(short_loss, long_loss, rtol=0, atol=1e-6)
+    for short, long in zip(short_gradients, long_gradients, strict=True):
         torch.testing.assert_close(short, long, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_the_batchs_loss_is_the_mean_over_all_its_tokens_and_not_over_its_sentences(batch, label_smoothing):
+    model, sums = tiny_model(), []
+    for row, target_length in enumerate((5, 2, 4)):
+        alone = {name: tensor[row : row + 1] for name, tensor in batch.items()}
+        sums.append(model(**alone, label_smoothing=label_smoothing).loss.item() * target_length)
+    for training in (False, True):
+        loss = model.train(training)(**batch, label_smoothing=label_smoothing).loss.item()
+        assert loss == pytest.approx(sum(sums) / (5 + 2 + 4), rel=1e-6)
+
+
 @pytest.mark.parametrize("training", [False, True])
-def test_a_batch_without_targets_has_loss_zero_and_zero_gradients(batch, training):
-    model = tiny_model().train(training)
-    loss = model(**(batch | {"labels": torch.full((3, 5), -100)}), label_smoothing=0.1).loss
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("num_items", [None, 0, torch.tensor(0), 7], ids=["no count", "0", "tensor of 0", "7"])
+def test_a_batch_without_targets_has_loss_zero_and_zero_gradients(batch, training, label_smoothing, num_items):
+    """The Trainer counts 0 items in such a batch, and passes the count."""
+    model = tiny_model(output_bias=True).train(training)
+    batch["labels"] = torch.full((3, 5), -100)
+    loss = model(**batch, label_smoothing=label_smoothing, num_items_in_batch=num_items).loss
     assert loss.item() == 0
     loss.backward()
     assert all(parameter.grad.count_nonzero() == 0 for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_the_end_of_a_sentence_is_a_target_like_any_other(batch, training):
+    """Padding beside it, and the padding id itself among the labels, take nothing away: -100 alone is left out."""
+    model = tiny_model().train(training)
+    labels, source = torch.tensor([[5, 2, 1, -100]]), batch["input_ids"][:1]
+    log_probs = model(source, decoder_input_ids=torch.tensor([[0, 5, 2, 1]])).logits[0].log_softmax(-1)
+    expected = -(log_probs[0, 5] + log_probs[1, 2] + log_probs[2, 1]) / 3
+    torch.testing.assert_close(model(source, labels=labels).loss, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("label_smoothing", [-0.1, 1.0])

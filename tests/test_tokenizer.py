@@ -1,5 +1,6 @@
 """The tokenizer: lossless, the promised ids, a plain fast tokenizer in any process; and other people's tokenizers."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -50,6 +51,21 @@ def tokenizer():
 @pytest.mark.parametrize("text", HARD_TEXTS)
 def test_decoding_gives_back_the_text(tokenizer, text):
     assert tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == text
+
+
+def test_decoding_a_padded_batch_gives_back_its_texts_also_after_saving(tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
+    for candidate in (tokenizer, AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(str(tmp_path))):
+        ids = candidate(HARD_TEXTS, padding=True).input_ids
+        assert len({len(row) for row in ids}) == 1
+        assert candidate.batch_decode(ids, skip_special_tokens=True) == HARD_TEXTS
+        assert candidate(text_target=HARD_TEXTS, padding=True).input_ids == ids
+
+
+def test_spaces_before_between_and_after_words_come_back_in_every_number(tokenizer):
+    for before, between, after in itertools.product(range(3), repeat=3):
+        text = f"{' ' * before}x{' ' * between}!={' ' * between}y{' ' * after}."
+        assert tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == text
 
 
 def test_special_tokens_have_the_first_ids(tokenizer):
@@ -112,27 +128,34 @@ else:
     import hf_vanilla_trm
 from transformers import AutoTokenizer
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
-ids = [tokenizer(text).input_ids for text in json.load(sys.stdin)]
+ids = [tokenizer(text).input_ids for text in json.loads(sys.argv[3])]
+print()  # the question about the code may stand on the line
 print(json.dumps([ids, tokenizer.batch_decode(ids, skip_special_tokens=True), tokenizer.is_fast]))
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("package", ["with", "without"])
-def test_saved_beside_the_model_it_is_the_same_in_a_fresh_process(tokenizer, tmp_path, package):
+@pytest.mark.parametrize("whose", ["ours", "a user's"])
+def test_saved_beside_the_model_it_is_the_same_in_a_fresh_process(tokenizer, tmp_path, package, whose):
+    if whose == "a user's":
+        special_tokens = {"bos_token": "[BOS]", "eos_token": "[EOS]", "pad_token": "[PAD]", "mask_token": "[MASK]"}
+        word_tokenizer(**special_tokens).save_pretrained(tmp_path / "theirs")
+        tokenizer = load_tokenizer(str(tmp_path / "theirs"))
+    texts = [*HARD_TEXTS, "a  B b 🫨 a.b"]
     tiny_model(vocab_size=len(tokenizer)).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     result = subprocess.run(
-        [sys.executable, "-c", FRESH_PROCESS, str(tmp_path), package],
-        input=json.dumps(HARD_TEXTS),
+        [sys.executable, "-c", FRESH_PROCESS, str(tmp_path), package, json.dumps(texts)],
+        stdin=subprocess.DEVNULL,  # nobody answers the question whether to run the code beside the model
         capture_output=True,
         text=True,
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    ids, texts, fast = json.loads(result.stdout)
-    assert ids == [tokenizer(text).input_ids for text in HARD_TEXTS]
-    assert texts == HARD_TEXTS
+    ids, decoded, fast = json.loads(result.stdout.splitlines()[-1])
+    assert ids == [tokenizer(text).input_ids for text in texts]
+    assert decoded == (texts if whose == "ours" else tokenizer.batch_decode(ids, skip_special_tokens=True))
     assert fast
 
 

@@ -305,11 +305,11 @@ def test_a_failing_save_leaves_no_checkpoint_and_the_run_continues_from_the_one_
     assert_same_run(train.folder, train.folder.parent / "whole")
 
 
-def test_a_checkpoint_holds_only_tensors_and_json(train):
+def test_a_checkpoint_holds_only_tensors_json_and_the_models_code(train):
     train()
     folder = find_checkpoints(train.folder)[-1]
     suffixes = {path.suffix for path in folder.iterdir()}
-    assert suffixes == {".json", ".safetensors", ".pt"}
+    assert suffixes == {".json", ".safetensors", ".pt", ".py"}
     state = torch.load(folder / "optimizer.pt", weights_only=True)
     assert len(state["state"]) == len(list(AutoModelForSeq2SeqLM.from_pretrained(folder).parameters()))
 
