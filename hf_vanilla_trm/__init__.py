@@ -28,8 +28,8 @@ if VanillaTrmConfig.model_type in CONFIG_MAPPING_NAMES:
         f"'{VanillaTrmConfig.model_type}' is already used by a Transformers config: this version of transformers has a "
         "model of that type, and hf_vanilla_trm must not take its place"
     )
-# exist_ok: importing the package twice registers the same names again. AutoModel takes the class that a saved folder
-# names, and the first where none is named.
+# exist_ok: the package may be imported anew, and its newest classes count. AutoModel takes the class that a saved
+# folder names, and the first where none is named.
 AutoConfig.register("vanilla_trm", VanillaTrmConfig, exist_ok=True)
 AutoModel.register(VanillaTrmConfig, (VanillaTrmModel, VanillaTrmEncoderModel), exist_ok=True)
 AutoModelForSeq2SeqLM.register(VanillaTrmConfig, VanillaTrmForConditionalGeneration, exist_ok=True)

@@ -1,0 +1,552 @@
+"""Publishing: the card that a run fills, one commit, and what is said when something is wrong."""
+
+import json
+import math
+import os
+import shutil
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+import yaml
+from accelerate.state import AcceleratorState
+from huggingface_hub import HfApi, ModelCard
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+import training.train
+from tests.hub import READER, STRANGER, WRITER, Hub
+from training import publish
+
+# huggingface_hub's own, where it uploads by LFS.
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+
+REPO = "tester/reverse"
+GIVEN = ["--license", "cc-by-4.0", "--datasets", "tester/words"]
+COMMIT = {"commit": "c0ffee" + 34 * "0", "dirty": True}
+WORDS = ["der", "hund", "katze", "haus", "baum", "sieht"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A finished run on two aligned files, train.en and train.de."""
+    folder = tmp_path_factory.mktemp("trained")
+    flags = []
+    for split, rows in (("train", 12), ("validation", 5), ("test", 7)):
+        generator = torch.Generator().manual_seed(rows)
+        sentences = [
+            [WORDS[index] for index in torch.randint(len(WORDS), (2 + row % 3,), generator=generator)]
+            for row in range(rows)
+        ]
+        for side, language, step in (("source", "en", 1), ("target", "de", -1)):
+            file = folder / f"{split}.{language}"
+            file.write_text("".join(" ".join(words[::step]) + "\n" for words in sentences))
+            flags += [f"--{split}_{side}", str(file)]
+    sizes = {"vocab_size": 270, "d_model": 16, "d_ff": 24, "encoder_layers": 1, "decoder_layers": 2}
+    recipe = {"num_attention_heads": 2, "warmup_steps": 2, "batch_tokens": 150, "max_updates": 3, "seed": 11}
+    other = {"max_length_b": 2, "num_beams": 2, "report_to": "none", "cpu_threads": 1, "output_dir": folder / "run"}
+    AcceleratorState._reset_state(True)
+    assert (
+        training.train.main([*flags, *(f"--{name}={value}" for name, value in (sizes | recipe | other).items())]) == 0
+    )
+    AcceleratorState._reset_state(True)
+    # The tests may run outside a clone.
+    edit(folder / "run" / "run.json", lambda record: record["sessions"][0].update(git=COMMIT))
+    return folder / "run"
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    """A copy of that run, to be spoiled."""
+    return shutil.copytree(trained, tmp_path / "run")
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    with Hub() as server:
+        server.connect(monkeypatch, tmp_path / "cache", WRITER)
+        yield server
+
+
+def edit(file, change):
+    """Change a JSON file by a function of its content."""
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+
+
+def refusal(capsys, run, *flags, given=GIVEN):
+    """Publish, which must fail; return what it says, which must be one line."""
+    assert publish.main(["--model", str(run), "--repo", REPO, *given, *flags]) == 1
+    message = capsys.readouterr().err
+    assert message.startswith("error: ")
+    assert "Traceback" not in message
+    return message
+
+
+def card_of(run, *flags, given=GIVEN):
+    options = publish.parse_arguments(["--model", str(run), "--repo", REPO, *given, *flags])
+    return publish.render_card(publish.read_run(run), options)
+
+
+# The card ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_card_holds_the_runs_own_numbers_and_every_kind_of_metadata(run):
+    text = str(card_of(run))
+    front, body = yaml.safe_load(text.split("---\n")[1]), text.split("---\n", 2)[2]
+    assert front["language"] == ["en", "de"]
+    assert front["license"] == "cc-by-4.0"
+    assert front["library_name"] == "transformers"
+    assert front["pipeline_tag"] == "translation"
+    assert front["datasets"] == ["tester/words"]
+    assert front["metrics"] == ["bleu", "chrf", "exact_match"]
+    assert "hf_vanilla_trm" in front["tags"]
+
+    results, record = (json.loads((run / name).read_text()) for name in ("results.json", "run.json"))
+    (index,) = front["model-index"]
+    assert {entry["dataset"]["split"]: entry["metrics"] for entry in index["results"]}.keys() == {"validation", "test"}
+    for entry in index["results"]:
+        scores = results[entry["dataset"]["split"]]
+        assert {metric["type"]: metric["value"] for metric in entry["metrics"]} == {
+            name: scores[name] for name in ("bleu", "chrf", "exact_match")
+        }
+        assert entry["metrics"][0]["args"] == {"signature": scores["bleu_signature"]}
+
+    session = record["sessions"][-1]
+    shown = [
+        *("English to German", "test.en", "train.de", "https://huggingface.co/datasets/tester/words", "cc-by-4.0"),
+        *(f"{results['parameters']:,}", f"{results['test']['chrf']:.2f}", f"{results['validation']['loss']:.2f}"),
+        *(results["test"]["bleu_signature"], results["test"]["chrf_signature"], "| seed | 11 |", "| 1 + 2 |"),
+        "max_updates (3) reached",
+        *(
+            session["hardware"]["cpu"],
+            session["git"]["commit"],
+            f"torch {torch.__version__}",
+            "max_updates (3) reached",
+        ),
+        *(f'from_pretrained("{REPO}")', f'from_pretrained("{REPO}", trust_remote_code=True)', "vaswani2017attention"),
+    ]
+    for part in shown:
+        assert part in text, part
+    assert "{{" not in body
+    assert str(run.parent) not in text, "the machine's paths are nobody's business"
+    assert ModelCard(text).data.eval_results
+
+
+def test_the_card_is_the_same_each_time(run):
+    assert str(card_of(run)) == str(card_of(run / "best"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "languages", "datasets", "words"),
+    [
+        ({"embedded_corpus": "en-zh"}, ["en", "zh"], ["unicode-cldr"], "generated from Unicode CLDR"),
+        (
+            {"dataset_name": "tester/pairs", "source_column": "translation.fr", "target_column": "translation.is"},
+            ["fr", "is"],
+            ["tester/pairs"],
+            "[tester/pairs](https://huggingface.co/datasets/tester/pairs), split `train`",
+        ),
+    ],
+)
+def test_a_corpus_or_a_hub_data_set_names_itself(run, arguments, languages, datasets, words):
+    files = {f"{split}_{side}": None for split in ("train", "validation", "test") for side in ("source", "target")}
+    edit(run / "run.json", lambda record: record["arguments"].update(files | arguments))
+    card = card_of(run, given=["--license", "mit"])
+    assert card.data.language == languages
+    assert card.data.datasets == datasets
+    assert words in card.text
+
+
+def test_options_fill_what_the_run_does_not_know(run):
+    def forget(record):
+        record["arguments"] |= {"train_source": "data/train.src", "train_target": "data/train.tgt"}
+        record["sessions"][0]["git"] = None
+
+    edit(run / "run.json", forget)
+    card = card_of(run, "--language", "is", "fo", "--commit", "0a1b2c")
+    assert card.data.language == ["is", "fo"]
+    assert "Translates Icelandic to Faroese" in card.text
+    assert "commit 0a1b2c" in card.text
+
+
+def test_the_card_says_how_the_model_was_chosen_and_decoded(run):
+    best = json.loads((run / "results.json").read_text())["best"]["update"]
+    text = card_of(run).text
+    assert f"is the model of update {best}, which had the best validation bleu." in text
+    assert "decoded with 2 beams and length penalty 1.0" in text
+    edit(run / "results.json", lambda results: results.pop("validation"))
+    edit(run / "run.json", lambda record: record["arguments"].update(num_beams=1))
+    text = card_of(run).text
+    assert "is the model of its last update." in text
+    assert "decoded greedily." in text
+
+
+@pytest.mark.parametrize(
+    ("change", "given", "message"),
+    [
+        ({}, GIVEN[2:], "holes that this run does not fill: license (give --license)"),
+        ({}, [], "datasets (give --datasets), license (give --license)"),
+        ({"train_source": "data/train.src"}, GIVEN, "language (give --language)"),
+        ({"train_source": "data/train.in.txt"}, GIVEN, "language (give --language)"),
+    ],
+)
+def test_a_hole_that_the_run_cannot_fill_is_refused_with_the_option_that_fills_it(run, capsys, change, given, message):
+    edit(run / "run.json", lambda record: record["arguments"].update(change))
+    assert message in refusal(capsys, run, "--dry-run", given=given)
+
+
+def test_a_run_outside_a_clone_needs_the_commit_as_an_option(run, capsys):
+    edit(run / "run.json", lambda record: record["sessions"][0].update(git=None))
+    assert "commit (give --commit)" in refusal(capsys, run, "--dry-run")
+
+
+@pytest.mark.parametrize(
+    ("addition", "message"),
+    [
+        ("{{ temperature }}", "has holes that this run does not fill: temperature"),
+        ("{{ scores.flores.bleu }}", "has no attribute 'flores'"),
+        ("{{ scores.test.comet }}", "has no attribute 'comet'"),
+        ("{{ unclosed", "model_card.md: "),
+    ],
+)
+def test_a_template_that_asks_for_what_the_run_did_not_produce_is_refused(
+    run, capsys, monkeypatch, tmp_path, addition, message
+):
+    card = tmp_path / "model_card.md"
+    card.write_text(publish.CARD.read_text() + addition)
+    monkeypatch.setattr(publish, "CARD", card)
+    assert message in refusal(capsys, run, "--dry-run")
+
+
+def test_a_users_own_template_may_use_the_scores(run, monkeypatch, tmp_path):
+    (tmp_path / "own.md").write_text("---\n{{ metadata }}\n---\n{{ scores.test.bleu }} of {{ name }}\n")
+    monkeypatch.setattr(publish, "CARD", tmp_path / "own.md")
+    assert card_of(run).text == f"{json.loads((run / 'results.json').read_text())['test']['bleu']} of reverse\n"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda results: [results.pop(split) for split in ("validation", "test")],
+            "does not fill: results, signatures",
+        ),
+        (lambda results: results["test"].update(bleu=math.nan), "no result for bleu on test: results.json says nan"),
+        (lambda results: results["test"].update(chrf=None), "no result for chrf on test: results.json says None"),
+        (lambda results: results["test"].pop("bleu_signature"), "the card needs: 'bleu_signature' is missing"),
+        (lambda results: results.update(command="python -m other"), "not written by the run that run.json describes"),
+        (lambda results: results.update(parameters=8), "but the results are those of a model of 8"),
+    ],
+)
+def test_results_that_the_run_did_not_produce_are_refused(run, capsys, change, message):
+    edit(run / "results.json", change)
+    assert message in refusal(capsys, run, "--dry-run")
+
+
+def test_only_the_model_that_the_results_are_of_is_published(run, capsys, tmp_path):
+    shutil.copytree(run / "best", run / "average")
+    assert "are those of best/, not of average/" in refusal(capsys, run / "average")
+    shutil.copytree(run / "best", tmp_path / "alone" / "best")
+    assert "there is no run.json in" in refusal(capsys, tmp_path / "alone" / "best")
+    assert "is not a folder" in refusal(capsys, tmp_path / "nothing")
+    (run / "results.json").unlink()
+    assert "there is no results.json in" in refusal(capsys, run)
+
+
+def test_a_model_that_strangers_could_not_load_is_refused(run, capsys):
+    (run / "best" / "layers.py").rename(run / "best" / "kept.py")
+    (run / "best" / "modeling_vanilla_trm.py").unlink()
+    assert "best lacks modeling_vanilla_trm.py, so it could not be loaded" in refusal(capsys, run)
+    edit(run / "best" / "config.json", lambda config: config.pop("auto_map"))
+    assert "best lacks auto_map in its config.json" in refusal(capsys, run)
+
+
+# The upload --------------------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_shows_files_and_card_and_asks_the_hub_nothing(run, hub, capsys):
+    assert publish.main(["--model", str(run), "--repo", REPO, *GIVEN, "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    for path in (run / "best").iterdir():
+        assert f"{path.stat().st_size:,} bytes  {path.name}\n" in shown
+    assert "README.md" in shown
+    assert str(card_of(run)) in shown
+    assert hub.requests == []
+
+
+def test_one_commit_holds_the_folder_and_the_card(run, hub, capsys):
+    (run / "best" / ".DS_Store").write_text("x")
+    (run / "best" / "__pycache__").mkdir()
+    (run / "best" / "__pycache__" / "layers.pyc").write_text("x")
+    assert publish.main(["--model", str(run / "best"), "--repo", REPO, *GIVEN]) == 0
+    assert len(hub.repos[f"models/{REPO}"].commits) == 2, "the empty first one and ours"
+    published = hub.files(REPO)
+    wanted = {path.name: path.read_bytes() for path in (run / "best").iterdir() if path.suffix and path.is_file()}
+    assert published == wanted | {"README.md": str(card_of(run)).encode()}
+    assert {"layers.py", "model.safetensors", "tokenizer.json", "generation_config.json"} <= published.keys()
+    assert "every weight the same" in capsys.readouterr().out
+    model = AutoModelForSeq2SeqLM.from_pretrained(REPO)
+    for name, tensor in load_file(run / "best" / "model.safetensors").items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+    assert HfApi().model_info(REPO).private is False
+
+
+def test_published_again_it_makes_no_commit_and_changed_it_makes_one(run, hub):
+    command = ["--model", str(run), "--repo", REPO, *GIVEN]
+    assert publish.main(command) == publish.main(command) == 0
+    assert len(hub.repos[f"models/{REPO}"].commits) == 2
+    assert publish.main([*command, "--commit", "0a1b2c"]) == 0
+    assert len(hub.repos[f"models/{REPO}"].commits) == 3
+    assert b"commit 0a1b2c" in hub.files(REPO)["README.md"]
+
+
+def test_private_is_private_and_never_silently_public(run, hub, capsys, monkeypatch):
+    assert publish.main(["--model", str(run), "--repo", REPO, *GIVEN, "--private"]) == 0
+    assert hub.repos[f"models/{REPO}"].private
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(OSError, match="is not a local folder and is not a valid model identifier"):
+        AutoTokenizer.from_pretrained(REPO)
+    monkeypatch.setenv("HF_TOKEN", WRITER)
+    HfApi().create_repo("tester/seen")
+    message = refusal(capsys, run, "--repo", "tester/seen", "--private")
+    assert "tester/seen is there already, and public" in message
+    assert hub.files("tester/seen") == {}
+
+
+def test_a_branch_or_a_pull_request_gets_the_commit_and_main_stays(run, hub):
+    api = HfApi()
+    api.create_repo(REPO)
+    api.create_branch(REPO, branch="wip/one")
+    request = api.upload_file(path_or_fileobj=b"x", path_in_repo="notes.txt", repo_id=REPO, create_pr=True)
+    for revision in ("wip/one", request.pr_revision):
+        assert publish.main(["--model", str(run), "--repo", REPO, *GIVEN, "--revision", revision]) == 0
+        assert "model.safetensors" in hub.files(REPO, revision)
+        assert AutoTokenizer.from_pretrained(REPO, revision=revision)("haus")["input_ids"][-1] == 2
+    assert hub.files(REPO) == {}
+    assert "notes.txt" in hub.files(REPO, request.pr_revision)
+
+
+def test_a_revision_that_is_not_there_is_named_and_nothing_is_made(run, hub, capsys):
+    assert "there is no repository tester/reverse" in refusal(capsys, run, "--revision", "v2")
+    assert hub.repos == {}
+    HfApi().create_repo(REPO)
+    message = refusal(capsys, run, "--revision", "v2")
+    assert "has no revision v2" in message
+    assert "hf repos branch create tester/reverse v2" in message
+    assert hub.files(REPO) == {}
+
+
+def test_without_a_token_nothing_is_asked(run, hub, capsys, monkeypatch):
+    monkeypatch.delenv("HF_TOKEN")
+    assert "there is no token: set HF_TOKEN, or run `hf auth login`" in refusal(capsys, run)
+    assert hub.requests == []
+
+
+@pytest.mark.parametrize(
+    ("token", "message"),
+    [
+        ("hf_wrong", "the Hub does not know this token"),
+        (READER, "no permission to write to tester/reverse"),
+        (STRANGER, "no permission to write to tester/reverse"),
+    ],
+)
+def test_a_token_that_may_not_write_is_refused_and_never_printed(run, hub, capsys, monkeypatch, caplog, token, message):
+    caplog.set_level("DEBUG")
+    monkeypatch.setenv("HF_TOKEN", token)
+    assert publish.main(["--model", str(run), "--repo", REPO, *GIVEN]) == 1
+    output = capsys.readouterr()
+    assert message in output.err
+    assert token not in output.err + output.out + caplog.text
+    assert hub.repos == {}
+    HfApi().create_repo(REPO, token=WRITER)
+    if token != "hf_wrong":
+        assert message in refusal(capsys, run)
+    assert hub.files(REPO) == {}
+
+
+def test_a_token_is_not_printed_nor_uploaded_when_all_goes_well(run, hub, capsys, caplog):
+    caplog.set_level("DEBUG")
+    assert publish.main(["--model", str(run), "--repo", REPO, *GIVEN]) == 0
+    output = capsys.readouterr()
+    assert WRITER not in output.err + output.out + caplog.text
+    assert not any(WRITER.encode() in data for data in hub.files(REPO).values())
+
+
+@pytest.mark.parametrize("token", ["hf_two words", "hf_tw\N{LATIN SMALL LETTER O WITH DIAERESIS}", "hf_two\x01"])
+def test_a_malformed_token_is_refused_before_the_client_can_quote_it(run, hub, capsys, monkeypatch, caplog, token):
+    caplog.set_level("DEBUG")
+    monkeypatch.setenv("HF_TOKEN", token)
+    message = refusal(capsys, run)
+    assert "the token has characters that no token has" in message
+    assert "hf_tw" not in message + caplog.text
+    assert hub.requests == []
+
+
+def test_there_is_no_flag_for_a_token(run, capsys):
+    with pytest.raises(SystemExit):
+        publish.main(["--model", str(run), "--repo", REPO, *GIVEN, "--token", WRITER])
+    assert "unrecognized arguments: --token" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("repo", ["reverse", "a/b/c", "tester/ä", ""])
+def test_a_name_that_cannot_be_a_repository_is_refused(run, capsys, repo):
+    with pytest.raises(SystemExit):
+        publish.main(["--model", str(run), "--repo", repo, *GIVEN])
+    assert "argument --repo: " in capsys.readouterr().err
+
+
+def test_without_a_network_the_error_says_so(run, hub, capsys, monkeypatch, tmp_path):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        hub.url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        hub.connect(monkeypatch, tmp_path / "cache", WRITER)
+        message = refusal(capsys, run)
+    assert f"the Hub at {hub.url} cannot be reached" in message
+    assert "The same command can be repeated" in message
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert "cannot be reached" in refusal(capsys, run)
+
+
+@pytest.mark.parametrize("obeyed", [False, True])
+def test_an_interrupted_upload_is_repeated_by_the_same_command(run, hub, capsys, obeyed):
+    hub.cut_line("POST", "/commit/", after=obeyed)
+    message = refusal(capsys, run)
+    assert "cannot be reached" in message
+    assert "The same command can be repeated" in message
+    assert ("README.md" in hub.files(REPO)) is obeyed, "a commit is there as a whole or not at all"
+    uploads = [path for method, path in hub.requests if method == "PUT"]
+    assert len(uploads) == 1
+    assert publish.main(["--model", str(run), "--repo", REPO, *GIVEN]) == 0
+    assert [path for method, path in hub.requests if method == "PUT"] == uploads, "the weights are not sent again"
+    assert len(hub.repos[f"models/{REPO}"].commits) == 2
+    assert hub.files(REPO)["model.safetensors"] == (run / "best" / "model.safetensors").read_bytes()
+
+
+def test_a_line_that_is_cut_while_the_weights_go_up_leaves_nothing_behind(run, hub, capsys, monkeypatch):
+    hub.cut_line("PUT", "/large/")
+    assert publish.main(["--model", str(run), "--repo", REPO, *GIVEN]) == 0, "the client tries again by itself"
+    monkeypatch.setattr("time.sleep", lambda _: None)  # between tries
+    for _ in range(6):
+        hub.cut_line("PUT", "/large/")
+    capsys.readouterr()
+    hub.large.clear()
+    message = refusal(capsys, run, "--repo", "tester/other")
+    assert "Error while uploading 'model.safetensors' to the Hub" in message
+    assert "The same command can be repeated" in message
+    assert hub.files("tester/other") == {}
+
+
+def other_weights(file, new):
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith("fc1.weight"))
+    tensors[name][3, 2] += 1e-6
+    save_file(tensors, new, metadata={"format": "pt"})
+
+
+def other_settings(file, new):
+    new.write_text(json.dumps(json.loads(file.read_text()) | {"max_length_a": 0, "max_length_b": 1}))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "reason"),
+    [
+        ("model.safetensors", other_weights, "fc1.weight is not that of"),
+        ("generation_config.json", other_settings, "it does not translate like"),
+    ],
+)
+def test_what_comes_back_is_compared_in_weights_and_translations(
+    run, hub, capsys, monkeypatch, tmp_path, name, change, reason
+):
+    upload = publish.upload
+
+    def meddle(files, card, options):
+        change(files[name], tmp_path / name)
+        return upload(files | {name: tmp_path / name}, card, options)
+
+    monkeypatch.setattr(publish, "upload", meddle)
+    message = refusal(capsys, run)
+    assert f"{REPO} was published as {hub.repos[f'models/{REPO}'].refs['main']}, but not verified" in message
+    assert reason in message
+
+
+def test_the_run_is_only_read(run, hub):
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    assert publish.main(["--model", str(run), "--repo", REPO, *GIVEN]) == 0
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    assert os.environ["HF_TOKEN"] == WRITER
+
+
+# The whole story ---------------------------------------------------------------------------------------------------
+
+STRANGER_LOADS = """
+import sys
+sys.modules["hf_vanilla_trm"] = None  # importing it fails
+import json
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+given = json.loads(sys.stdin.read())
+
+
+def load(repo):
+    tokenizer = AutoTokenizer.from_pretrained(repo, trust_remote_code=True)
+    return AutoModelForSeq2SeqLM.from_pretrained(repo, trust_remote_code=True), tokenizer
+
+
+def translate(model, tokenizer):
+    batch = tokenizer(given["sources"], return_tensors="pt", padding=True)
+    return tokenizer.batch_decode(model.eval().generate(**batch, max_new_tokens=9), skip_special_tokens=True)
+"""
+STRANGER_FINETUNES = """
+from transformers import DataCollatorForSeq2Seq, Seq2SeqTrainer, Seq2SeqTrainingArguments
+
+model, tokenizer = load(given["repo"])
+answer = {"published": translate(model, tokenizer)}
+rows = [tokenizer(text, text_target=text) for text in given["sources"]]
+arguments = Seq2SeqTrainingArguments(
+    "finetuned", max_steps=3, per_device_train_batch_size=2, learning_rate=0.05, lr_scheduler_type="constant",
+    use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True, hub_model_id=given["own_repo"],
+)
+collator = DataCollatorForSeq2Seq(tokenizer, model=model)
+trainer = Seq2SeqTrainer(model, arguments, train_dataset=rows, data_collator=collator, processing_class=tokenizer)
+trainer.train()
+answer["finetuned"] = translate(trainer.model, tokenizer)
+trainer.push_to_hub()
+print(json.dumps(answer))
+"""
+STRANGER_LOADS_AGAIN = """
+print(json.dumps(translate(*load(given["own_repo"]))))
+"""
+
+
+@pytest.mark.slow
+def test_the_whole_story_from_training_to_a_strangers_fine_tuned_model(trained, hub, tmp_path):
+    """Train tiny, publish, load without the package, fine-tune there, push, load again."""
+    assert publish.main(["--model", str(trained), "--repo", REPO, *GIVEN]) == 0
+
+    given = {"repo": REPO, "own_repo": "tester/finetuned", "sources": ["der hund sieht", "haus", "baum katze haus der"]}
+    environment = os.environ | hub.environment(tmp_path / "home", WRITER)
+
+    def stranger(code):
+        command = [sys.executable, "-c", STRANGER_LOADS + code]
+        options = {"input": json.dumps(given), "cwd": tmp_path, "env": environment, "timeout": 300}
+        process = subprocess.run(command, capture_output=True, text=True, check=False, **options)
+        assert process.returncode == 0, process.stderr
+        return json.loads(process.stdout.splitlines()[-1])
+
+    def translations(place):
+        model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(place), AutoTokenizer.from_pretrained(place)
+        batch = tokenizer(given["sources"], return_tensors="pt", padding=True)
+        return tokenizer.batch_decode(model.eval().generate(**batch, max_new_tokens=9), skip_special_tokens=True)
+
+    answer = stranger(STRANGER_FINETUNES)
+    assert answer["published"] == translations(trained / "best")
+    assert answer["finetuned"] != answer["published"], "nothing was learned"
+    pushed = hub.files("tester/finetuned")
+    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= pushed.keys()
+    assert {name for name in pushed if name.endswith(".py")} == {path.name for path in trained.glob("best/*.py")}
+    assert stranger(STRANGER_LOADS_AGAIN) == answer["finetuned"]
+    assert translations("tester/finetuned") == answer["finetuned"], "with the package, the same"
