@@ -18,7 +18,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 import training.train
 from tests.hub import READER, STRANGER, WRITER, Hub
-from training import publish
+from training import card, publish
 
 # huggingface_hub's own, where it uploads by LFS.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
@@ -88,7 +88,7 @@ def refusal(capsys, run, *flags, given=GIVEN):
 
 def card_of(run, *flags, given=GIVEN):
     options = publish.parse_arguments(["--model", str(run), "--repo", REPO, *given, *flags])
-    return publish.render_card(publish.read_run(run), options)
+    return card.render_card(card.read_run(run), options)
 
 
 # The card ----------------------------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ def test_the_card_says_how_the_model_was_chosen_and_decoded(run):
     assert f"is the model of update {best}, which had the best validation bleu." in text
     assert "decoded with 2 beams and length penalty 1.0" in text
     edit(run / "results.json", lambda results: results.pop("validation"))
-    edit(run / "run.json", lambda record: record["arguments"].update(num_beams=1))
+    edit(run / "best" / "generation_config.json", lambda decoding: decoding.update(num_beams=1, length_penalty=None))
     text = card_of(run).text
     assert "is the model of its last update." in text
     assert "decoded greedily." in text
@@ -216,15 +216,15 @@ def test_a_run_outside_a_clone_needs_the_commit_as_an_option(run, capsys):
 def test_a_template_that_asks_for_what_the_run_did_not_produce_is_refused(
     run, capsys, monkeypatch, tmp_path, addition, message
 ):
-    card = tmp_path / "model_card.md"
-    card.write_text(publish.CARD.read_text() + addition)
-    monkeypatch.setattr(publish, "CARD", card)
+    template = tmp_path / "model_card.md"
+    template.write_text(card.CARD.read_text() + addition)
+    monkeypatch.setattr(card, "CARD", template)
     assert message in refusal(capsys, run, "--dry-run")
 
 
 def test_a_users_own_template_may_use_the_scores(run, monkeypatch, tmp_path):
     (tmp_path / "own.md").write_text("---\n{{ metadata }}\n---\n{{ scores.test.bleu }} of {{ name }}\n")
-    monkeypatch.setattr(publish, "CARD", tmp_path / "own.md")
+    monkeypatch.setattr(card, "CARD", tmp_path / "own.md")
     assert card_of(run).text == f"{json.loads((run / 'results.json').read_text())['test']['bleu']} of reverse\n"
 
 

@@ -22,9 +22,11 @@ NOT_RUN = {
 # Added to the commands that contain the key, so that they take seconds instead of minutes or an hour.
 TINY = "--max_updates 5 --cooldown_steps 0 --eval_every 1 --eval_max_rows 3 --logging_every 1 --num_beams 2"
 TINY += " --cpu_threads 1"
+TINY_TUNING = "--max_steps 2 --per_device_train_batch_size 4 --eval_strategy steps --save_strategy steps"
 SHRUNKEN = {
     "make demo": f"VENV={{prefix}} -o {{prefix}}/train DEMO_FLAGS='{TINY} --max_length_b 5'",
     "-m training.train": f"{TINY} --vocab_size 300 --d_model 16 --d_ff 16 --num_attention_heads 2 --max_length_b 5",
+    "-m training.finetune": f"{TINY_TUNING} --eval_steps 2 --save_steps 2",
 }
 PAIRS = [("Two dogs run.", "Zwei Hunde laufen."), ("A man sleeps.", "Ein Mann schläft."), ("Snow!", "Schnee!")]
 

@@ -44,7 +44,7 @@ class ModelArguments:
 
 
 @dataclass
-class DataArguments:
+class PairArguments:
     """Where the sentence pairs come from: exactly one of four kinds of data.
 
     Raises:
@@ -72,10 +72,6 @@ class DataArguments:
     target_column: str = field(default="target", metadata={"help": "Column of targets; dots reach into structs."})
     max_source_length: int = field(default=256, metadata={"help": "Tokens, EOS included; longer rows are dropped."})
     max_target_length: int = field(default=256, metadata={"help": "Tokens, EOS included; longer rows are dropped."})
-    tokenizer: str | None = field(
-        default=None, metadata={"help": "Folder or Hub id of a tokenizer; without it one is trained."}
-    )
-    vocab_size: int = field(default=8000, metadata={"help": "Vocabulary of a tokenizer trained here."})
 
     def __post_init__(self) -> None:
         kinds = {
@@ -104,6 +100,16 @@ class DataArguments:
             raise ValueError(f"{split}_file ({table}) and {split}_source ({source}) are two answers to one question")
         if kind in ("embedded_corpus", "dataset_name") and (unread := table or source) is not None:
             raise ValueError(f"{kind} has its own splits: the {split} data in {unread} would not be read")
+
+
+@dataclass
+class DataArguments(PairArguments):
+    """The sentence pairs, and the tokenizer of a model that has none yet."""
+
+    tokenizer: str | None = field(
+        default=None, metadata={"help": "Folder or Hub id of a tokenizer; without it one is trained."}
+    )
+    vocab_size: int = field(default=8000, metadata={"help": "Vocabulary of a tokenizer trained here."})
 
 
 @dataclass
@@ -205,34 +211,42 @@ Arguments = tuple[ModelArguments, DataArguments, RecipeArguments]
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> Arguments:
+    """Parse the arguments of training from scratch; see `parse_dataclasses`."""
+    kinds = (ModelArguments, DataArguments, RecipeArguments)
+    model, data, recipe = parse_dataclasses(kinds, arguments, description="Train a Transformer from scratch.")
+    return model, data, recipe
+
+
+def parse_dataclasses(kinds: Sequence[type], arguments: Sequence[str] | None, *, description: str) -> tuple[Any, ...]:
     """Parse flags over the YAML file that `--config` names.
 
     Args:
+        kinds: Dataclasses, whose fields are the arguments.
         arguments: The command line without the program's name; `sys.argv[1:]` when None.
+        description: What `--help` begins with.
+
+    Returns:
+        An instance of each dataclass.
 
     Raises:
         SystemExit: With code 2 and the reason on stderr, if an argument is unknown or its value breaks a rule.
     """
     command_line = list(sys.argv[1:] if arguments is None else arguments)
-    parser = HfArgumentParser(
-        (ModelArguments, DataArguments, RecipeArguments),
-        allow_abbrev=False,
-        description="Train a Transformer from scratch.",
-    )
+    parser = HfArgumentParser(kinds, allow_abbrev=False, description=description)
     parser.add_argument("--config", help="YAML file of arguments; flags win over it.")
     config_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     config_parser.add_argument("--config", type=Path)
     config, flags = config_parser.parse_known_args(command_line)
     try:
         if config.config is not None:
-            flags = _flags_of_yaml(config.config) + flags
-        model, data, recipe = parser.parse_args_into_dataclasses(flags, look_for_args_file=False)[:3]
+            names = [field.name for kind in kinds for field in dataclasses.fields(kind) if field.init]
+            flags = _flags_of_yaml(config.config, names) + flags
+        return parser.parse_args_into_dataclasses(flags, look_for_args_file=False)[: len(kinds)]
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    return model, data, recipe
 
 
-def _flags_of_yaml(path: Path) -> list[str]:
+def _flags_of_yaml(path: Path, names: Sequence[str]) -> list[str]:
     """Return a YAML file as flags, so that argparse reads both alike; YAML takes `1e-4` for text and `no` for False."""
     try:
         root = yaml.compose(path.read_text(encoding="utf-8"), yaml.BaseLoader)
@@ -240,9 +254,6 @@ def _flags_of_yaml(path: Path) -> list[str]:
         raise ValueError(f"{path} is not YAML: {error}") from error
     if root is not None and not isinstance(root, yaml.MappingNode):
         raise ValueError(f"{path} must hold lines of the form `argument: value`")
-    names = [
-        field.name for kind in (ModelArguments, DataArguments, RecipeArguments) for field in dataclasses.fields(kind)
-    ]
     flags: dict[str, str] = {}
     seen = set()
     for key, value in root.value if root is not None else ():

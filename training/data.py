@@ -23,7 +23,7 @@ from datasets.exceptions import DatasetGenerationError
 from torch.utils.data import Sampler
 from transformers import PreTrainedTokenizerBase
 
-from training.arguments import DataArguments
+from training.arguments import PairArguments
 from training.embedded_corpus import generate_pairs
 from training.lines import read_lines
 
@@ -37,7 +37,7 @@ Row = tuple[str, dict[str, Any]]  # the place of a row, for messages; its column
 # Reading pairs -----------------------------------------------------------------------------------------------------
 
 
-def load_pairs(arguments: DataArguments) -> DatasetDict:
+def load_pairs(arguments: PairArguments) -> DatasetDict:
     """Load the splits that the arguments name, each with the text columns "source" and "target".
 
     Raises:
@@ -214,7 +214,7 @@ def _run_reader(
     return reader(*arguments)
 
 
-def _load_hub_pairs(arguments: DataArguments) -> DatasetDict:
+def _load_hub_pairs(arguments: PairArguments) -> DatasetDict:
     splits = DatasetDict()
     for split in SPLITS:
         wanted = getattr(arguments, f"{split}_split")

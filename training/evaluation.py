@@ -55,6 +55,21 @@ class TranslationMetric(evaluate.Metric):
         }
 
 
+def loss_batches(
+    tokenized: datasets.Dataset, pad_token_id: int, *, batch_tokens: int, accelerator: Accelerator
+) -> DataLoader:
+    """Return this rank's share of the rows as batches of similar length; each row is in one batch of one rank."""
+    sampler = TokenBatchSampler(
+        *sequence_lengths(tokenized),
+        batch_tokens=batch_tokens,
+        seed=0,
+        num_ranks=accelerator.num_processes,
+        rank=accelerator.process_index,
+        shuffle=False,
+    )
+    return DataLoader(tokenized, batch_sampler=sampler, collate_fn=PairCollator(pad_token_id))
+
+
 @torch.inference_mode()
 def evaluate_loss(model: torch.nn.Module, batches: Iterable[Batch], accelerator: Accelerator) -> dict[str, float]:
     """Return `loss` and `perplexity` per target token, without label smoothing, over the batches of all ranks.
@@ -120,15 +135,9 @@ class Evaluator:
         self.recipe = recipe
         self.accelerator = accelerator
         self.metric = TranslationMetric(recipe.bleu_tokenize)
-        sampler = TokenBatchSampler(
-            *sequence_lengths(tokenized),
-            batch_tokens=recipe.batch_tokens,
-            seed=0,
-            num_ranks=accelerator.num_processes,
-            rank=accelerator.process_index,
-            shuffle=False,
+        self.batches = loss_batches(
+            tokenized, tokenizer.pad_token_id, batch_tokens=recipe.batch_tokens, accelerator=accelerator
         )
-        self.batches = DataLoader(tokenized, batch_sampler=sampler, collate_fn=PairCollator(tokenizer.pad_token_id))
 
     def during_training(self, model: PreTrainedModel) -> dict[str, Any]:
         """Return the scores that choose the best model: the loss of all rows, the rest of `eval_max_rows` of them."""

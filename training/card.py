@@ -1,0 +1,350 @@
+"""The card of a published model: `model_card.md` at the top of the clone, filled from what its run recorded."""
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.meta
+from babel import Locale
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from transformers import GenerationConfig
+
+from training.lines import read_lines
+
+CARD = Path(__file__).parent.parent / "model_card.md"
+METRICS = {"bleu": "BLEU", "chrf": "chrF", "exact_match": "exact match"}
+RECIPE = (
+    *(
+        "seed",
+        "optim",
+        "lr_scheduler_type",
+        "warmup_steps",
+        "cooldown_steps",
+        "adam_beta1",
+        "adam_beta2",
+        "adam_epsilon",
+    ),
+    *("weight_decay", "label_smoothing", "label_smoothing_factor", "max_grad_norm", "batch_tokens"),
+    *("per_device_train_batch_size", "train_sampling_strategy", "gradient_accumulation_steps", "num_processes"),
+)
+"""Arguments that the card shows, as far as the run has them: `training.train` and `training.finetune` differ."""
+LORA = ("lora_rank", "lora_alpha", "lora_dropout")
+"""Arguments that are shown where adapters were trained."""
+OPTIONS = {"language": "--language", "datasets": "--datasets", "license": "--license", "commit": "--commit"}
+"""Options that fill a hole of the card when the run cannot."""
+
+
+# What the run recorded ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished training run.
+
+    Attributes:
+        model: The folder of its best model, which the results are of.
+        record: run.json.
+        results: results.json.
+        examples: Some source lines of its test or validation data.
+    """
+
+    model: Path
+    record: dict[str, Any]
+    results: dict[str, Any]
+    examples: list[str]
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of the run, by name."""
+        return self.record["arguments"]
+
+    @property
+    def scores(self) -> dict[str, dict[str, Any]]:
+        """The scores by split, test before validation."""
+        return {split: self.results[split] for split in ("test", "validation") if split in self.results}
+
+    @property
+    def was_fine_tuned(self) -> bool:
+        """Whether `training.finetune` made it, from the weights of another model."""
+        return "model" in self.arguments and not self.arguments["from_scratch"]
+
+    @property
+    def decoding(self) -> GenerationConfig:
+        """How the model decodes, which is how it was scored."""
+        return GenerationConfig.from_pretrained(self.model)
+
+
+def read_run(folder: Path) -> Run:
+    """Read a run from its folder or from that of its best model.
+
+    Raises:
+        FileNotFoundError: If there is no such folder, or no finished run.
+        ValueError: If the results are not this model's.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(f"model ({folder}) is not a folder")
+    folder = folder.resolve()
+    run = folder if (folder / "run.json").exists() else folder.parent
+    for name in ("run.json", "results.json"):
+        if not (run / name).exists():
+            raise FileNotFoundError(f"there is no {name} in {run}: give the folder of a finished run, or its best/")
+    if folder not in (run, run / "best"):
+        raise ValueError(f"the results in {run} are those of best/, not of {folder.name}/: publish {run / 'best'}")
+    record, results = (json.loads((run / name).read_text("utf-8")) for name in ("run.json", "results.json"))
+    if results["command"] != record["sessions"][-1]["command"]:
+        raise ValueError(f"results.json in {run} was not written by the run that run.json describes")
+    examples = []
+    if (run / "examples.source.txt").exists():
+        with (run / "examples.source.txt").open("rb") as file:
+            examples = list(read_lines(file, "examples.source.txt"))
+    return Run(run / "best", record, results, examples)
+
+
+# The card ----------------------------------------------------------------------------------------------------------
+
+
+def render_card(run: Run, options: argparse.Namespace) -> ModelCard:
+    """Fill the template.
+
+    Raises:
+        ValueError: If it has a hole that neither the run nor an option fills, or asks for a result that there is not.
+    """
+    try:
+        values = card_values(run, options)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"the run did not record all that the card needs: {error} is missing") from error
+    text = CARD.read_text(encoding="utf-8")
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+    try:
+        holes = jinja2.meta.find_undeclared_variables(environment.parse(text))
+        empty = [hole for hole in (*OPTIONS, *sorted(holes)) if values.get(hole) in (None, "", [])]
+        # What an option fills comes first: without it, other holes have nothing to be filled with.
+        if named := [f"{hole} (give {OPTIONS[hole]})" for hole in empty if hole in OPTIONS] or empty:
+            raise ValueError(f"{CARD.name} has holes that this run does not fill: {', '.join(dict.fromkeys(named))}")
+        return ModelCard(environment.from_string(text).render(values))
+    except jinja2.TemplateError as error:
+        raise ValueError(f"{CARD.name}: {error}") from error
+
+
+def card_values(run: Run, options: argparse.Namespace) -> dict[str, Any]:
+    """Return all that a card can say, by the names of the template's holes; None where nobody knows."""
+    arguments, results, config = run.arguments, run.results, run.record["resolved"]["model"]
+    languages = options.language or languages_of(arguments)
+    datasets = options.datasets or datasets_of(arguments)
+    base_model = (options.base_model or run.record["resolved"]["base_model"]) if run.was_fine_tuned else None
+    values = {
+        "repo": options.repo,
+        "name": options.repo.split("/")[1],
+        "language": languages,
+        "datasets": datasets,
+        "license": options.license,
+        "commit": f"commit {options.commit}" if options.commit else commits_of(run),
+        "hardware": hardware_of(run),
+        "versions": versions_of(run),
+        "recipe": recipe_of(run),
+        "choice": choice_of(run),
+        "decoding": decoding_of(run),
+        "base_model": base_model,
+        "origin": origin_of(run, base_model),
+        "method": method_of(run),
+        **{name: f"{results[name]:,}" for name in ("parameters", "updates", "epochs", "target_tokens", "minutes")},
+        "max_source_length": arguments["max_source_length"],
+        **{name: config[name] for name in ("d_model", "d_ff", "num_attention_heads", "vocab_size")},
+        **{name: config[name] for name in ("encoder_layers", "decoder_layers")},
+    }
+    if run.scores:
+        values |= {"results": results_table(run), "signatures": signatures_of(run), "scores": run.scores}
+    if languages:
+        names = [Locale("en").languages.get(code, code) for code in languages]
+        values["source_language"], values["target_language"] = names
+        filled = [line for line in run.examples if line.strip()]
+        values["example"] = repr(filled[0] if filled else f"A sentence in {names[0]}.")
+    if languages and datasets:
+        values["training_data"] = training_data_of(arguments, datasets)
+        values["metadata"] = metadata(run, values).to_yaml()
+    return values
+
+
+def metadata(run: Run, values: dict[str, Any]) -> ModelCardData:
+    """Return the Hub's metadata; its model-index holds the scores of results.json, with all their digits."""
+    arguments = run.arguments
+    results = [
+        EvalResult(
+            task_type="translation",
+            task_name=f"Translation from {values['source_language']} to {values['target_language']}",
+            dataset_type=values["datasets"][0],
+            dataset_name=dataset_name_of(arguments, values["datasets"], split),
+            dataset_config=arguments["dataset_config_name"],
+            dataset_split=arguments[f"{split}_split"] if arguments["dataset_name"] else split,
+            metric_type=metric,
+            metric_name=METRICS[metric],
+            metric_value=scores[metric],
+            metric_args={"signature": scores[f"{metric}_signature"]} if f"{metric}_signature" in scores else None,
+        )
+        for split, scores in run.scores.items()
+        for metric in METRICS
+    ]
+    return ModelCardData(
+        language=list(dict.fromkeys(values["language"])),
+        license=values["license"],
+        library_name="transformers",
+        pipeline_tag="translation",
+        tags=["vanilla_trm", "hf_vanilla_trm", "attention-is-all-you-need"],
+        datasets=values["datasets"],
+        metrics=list(METRICS),
+        model_name=values["name"],
+        base_model=values["base_model"],
+        eval_results=results,
+    )
+
+
+def languages_of(arguments: dict[str, Any]) -> list[str] | None:
+    """Return the languages of source and target, where corpus, file suffixes or columns are called by their codes."""
+    if arguments["embedded_corpus"]:
+        return arguments["embedded_corpus"].split("-")
+    if arguments["train_source"]:
+        names = [Path(arguments[f"train_{side}"]).suffix for side in ("source", "target")]
+    else:
+        names = [arguments[f"{side}_column"] for side in ("source", "target")]
+    codes = [name.rpartition(".")[2] for name in names]
+    known = Locale("en").languages
+    return codes if all(len(code) == 2 and code in known for code in codes) else None
+
+
+def datasets_of(arguments: dict[str, Any]) -> list[str] | None:
+    """Return the data set's id, where the run's data has one."""
+    if arguments["embedded_corpus"]:
+        return ["unicode-cldr"]
+    return [arguments["dataset_name"]] if arguments["dataset_name"] else None
+
+
+def dataset_name_of(arguments: dict[str, Any], datasets: Sequence[str], split: str) -> str:
+    """Return what a reader calls the data of a split."""
+    if arguments["embedded_corpus"]:
+        return f"Unicode CLDR, {arguments['embedded_corpus']}"
+    files = [arguments[f"{split}_{kind}"] for kind in ("source", "target", "file")]
+    names = ", ".join(Path(file).name for file in files if file)
+    return f"{datasets[0]} ({names})" if names else datasets[0]
+
+
+def training_data_of(arguments: dict[str, Any], datasets: Sequence[str]) -> str:
+    """Return a sentence about the training data, without the paths of the machine that trained."""
+    if arguments["embedded_corpus"]:
+        return (
+            "Dates, times, numbers and quantities, generated from Unicode CLDR: the corpus "
+            f"`{arguments['embedded_corpus']}` of hf_vanilla_trm. Its held-out lines share no source with the others."
+        )
+    links = ", ".join(f"[{name}](https://huggingface.co/datasets/{name})" if "/" in name else name for name in datasets)
+    columns = f"columns `{arguments['source_column']}` and `{arguments['target_column']}`"
+    if arguments["dataset_name"]:
+        config = f", configuration `{arguments['dataset_config_name']}`" if arguments["dataset_config_name"] else ""
+        return f"{links}{config}, split `{arguments['train_split']}`, {columns}."
+    if arguments["train_file"]:
+        return f"{links}: `{Path(arguments['train_file']).name}`, {columns}."
+    source, target = (Path(arguments[f"train_{side}"]).name for side in ("source", "target"))
+    return f"{links}: the aligned files `{source}` and `{target}`."
+
+
+def choice_of(run: Run) -> str:
+    """Return which of the run's models this is."""
+    best = run.results["best"]["update"]
+    if "validation" not in run.results or best is None:
+        return "of its last update"
+    return f"of update {best}, which had the best validation {run.arguments['metric_for_best_model']}"
+
+
+def decoding_of(run: Run) -> str:
+    """Return how the results were decoded."""
+    beams, penalty = run.decoding.num_beams or 1, run.decoding.length_penalty
+    if beams == 1:
+        return "greedily"
+    return f"with {beams} beams and length penalty {1.0 if penalty is None else penalty} (Hugging Face's form)"
+
+
+def origin_of(run: Run, base_model: str | None) -> str:
+    """Return what the weights were before the training, without the paths of the machine that trained."""
+    if not run.was_fine_tuned:
+        return "trained from scratch with hf_vanilla_trm"
+    base = f"[{base_model}](https://huggingface.co/{base_model})" if base_model else "a model that is not on the Hub"
+    return f"fine-tuned with hf_vanilla_trm from {base}"
+
+
+def method_of(run: Run) -> str:
+    """Return what was trained, and by which program."""
+    if "model" not in run.arguments:
+        return "Adam with the paper's schedule, on batches of tokens."
+    if rank := run.arguments["lora_rank"]:
+        trained = f"{run.results['trained_parameters']:,}"
+        return (
+            f"Hugging Face's Trainer. Only adapters (LoRA of rank {rank} on the query and value projections, {trained} "
+            "parameters) were trained, then merged into the weights."
+        )
+    return "Hugging Face's Trainer, on all weights."
+
+
+def recipe_of(run: Run) -> str:
+    """Return the recipe as a table."""
+    config, session = run.record["resolved"]["model"], run.record["sessions"][-1]
+    rows = {"peak learning rate": f"{run.record['resolved']['peak_learning_rate']:.3g}"}
+    names = RECIPE + (LORA if run.arguments.get("lora_rank") else ())
+    rows |= {name: run.arguments[name] for name in names if name in run.arguments}
+    rows |= {name: config[name] for name in ("dropout", "attention_dropout", "activation_dropout", "parameter_sharing")}
+    rows |= {"mixed_precision": session["mixed_precision"], "stopped": run.results["stopped"]}
+    return _table(("argument", "value"), rows.items())
+
+
+def results_table(run: Run) -> str:
+    """Return the scores as a table.
+
+    Raises:
+        ValueError: If a score is not a finite number.
+    """
+    columns = METRICS | {"loss": "loss", "perplexity": "perplexity"}
+    for split, scores in run.scores.items():
+        for name in columns:
+            if not isinstance(scores[name], int | float) or not math.isfinite(scores[name]):
+                raise ValueError(f"the run has no result for {name} on {split}: results.json says {scores[name]}")
+    rows = [(split, *(f"{scores[name]:.2f}" for name in columns)) for split, scores in run.scores.items()]
+    return _table(("split", *columns.values()), rows)
+
+
+def signatures_of(run: Run) -> str:
+    """Return sacreBLEU's signatures."""
+    scores = next(iter(run.scores.values()))
+    return f"BLEU is `{scores['bleu_signature']}`, chrF is `{scores['chrf_signature']}`."
+
+
+def hardware_of(run: Run) -> str:
+    """Return a line about the machine, or several where the run was continued elsewhere."""
+    lines = []
+    for session in run.record["sessions"]:
+        hardware, processes = session["hardware"], session["num_processes"]
+        device = f"{hardware['device_name']}, " if hardware["device_name"] else ""
+        cpu = f"{hardware['cpu']}, {hardware['torch_threads']} of {hardware['cpu_count']} threads"
+        lines.append(f"{device}{cpu}, {processes} process{'es' if processes > 1 else ''}.")
+    return "\n\n".join(dict.fromkeys(lines))
+
+
+def versions_of(run: Run) -> str:
+    """Return the libraries that the last session used."""
+    versions = run.record["sessions"][-1]["versions"]
+    return ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+
+
+def commits_of(run: Run) -> str | None:
+    """Return the commits of the training code, or None if a session did not know its own."""
+    commits = [session["git"] for session in run.record["sessions"]]
+    if not all(commits):
+        return None
+    lines = (f"commit {git['commit']}{' with uncommitted changes' if git['dirty'] else ''}" for git in commits)
+    return ", then ".join(dict.fromkeys(lines))
+
+
+def _table(header: Sequence[str], rows: Any) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
