@@ -639,7 +639,7 @@ def test_two_ranks_make_the_updates_of_one_and_score_every_row_once(finetune, da
 @pytest.mark.slow
 def test_two_ranks_interrupted_and_started_again_are_the_run_that_was_not(data, base, tmp_path):
     command = [*TWO_RANKS, "training.finetune"]
-    size = ["--per_device_train_batch_size", 6]
+    size = ["--per_device_train_batch_size", 6, "--save_total_limit", 9]
     run([*command, *tiny_flags(data, base, tmp_path / "whole"), *size, "--max_steps", 9])
     run([*command, *tiny_flags(data, base, tmp_path / "parts"), *size, "--max_steps", 9])
     for update in (8, 9):  # as if killed in the middle of the second epoch
