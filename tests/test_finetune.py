@@ -1,5 +1,6 @@
 """Fine-tuning with Hugging Face's Trainer, from a checkpoint and text files to folders that the Auto classes load."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -34,10 +35,10 @@ from tests.updates import LENGTHS
 from training import publish
 from training.arguments import PairArguments, parse_dataclasses
 from training.card import read_run, render_card
-from training.data import PairCollator
+from training.data import PairCollator, load_pairs
 from training.evaluation import TranslationMetric
 from training.finetune import CardArguments, FineTuningArguments, TrainerArguments, main, newest_checkpoint
-from training.run_log import RunLog
+from training.run_log import RunLog, weights_digest
 from training.tokenizer import train_tokenizer
 from training.trainer import FineTuningTrainer, SeededSampler, make_compute_metrics
 from training.translate import decoding_config, translate_all
@@ -102,6 +103,12 @@ def tiny_flags(data, base, output_dir):
     every = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 2, "save_steps": 2}
     options |= every | {"learning_rate": 0.01, "warmup_steps": 2, "logging_steps": 1, "disable_tqdm": True}
     return [*data, *(f"--{name}={value}" for name, value in {**options, "output_dir": output_dir}.items())]
+
+
+@pytest.fixture(autouse=True)
+def no_strangers(monkeypatch):
+    """Their processes take seconds each, and are tested with `training.publish`."""
+    monkeypatch.setattr(publish, "verify_as_a_stranger", lambda *_: None)
 
 
 @pytest.fixture(autouse=True)
@@ -449,6 +456,21 @@ def test_scores_while_training_are_those_of_the_results(finetune):
     assert row["validation_loss"] == pytest.approx(final["loss"], rel=1e-5)
 
 
+def test_blank_and_over_long_rows_are_scored_alike_while_training_and_in_the_results(finetune, tmp_path):
+    """Blank lines are translated by blank lines; the limits are those of training."""
+    sources, targets = ["hund", "", " ", "der hund sieht " * 6], ["hund", "", "", "sieht hund der " * 6]
+    flags = []
+    for side, lines in (("source", sources), ("target", targets)):
+        (tmp_path / side).write_text("".join(f"{line}\n" for line in lines))
+        flags += [f"--validation_{side}", tmp_path / side]
+    limits = ["--max_source_length", 9, "--max_target_length", 9]
+    finetune(*flags, *limits, "--max_steps", 2, "--metric_for_best_model", "loss", "--generation_num_beams", 3)
+    (row,) = [row for row in metrics(finetune.folder) if "validation_loss" in row]
+    final = read(finetune.folder, "results.json")["validation"]
+    assert [row[f"validation_{name}"] for name in ("bleu", "chrf")] == [final["bleu"], final["chrf"]]
+    assert row["validation_exact_match"] == final["exact_match"] >= 50
+
+
 def test_metrics_take_minus_100_for_padding_on_both_sides(tokenizer):
     texts, others = ["die katze liest das haus", "der baum sieht den hund"], ["die katze sieht das haus", "hund"]
     sides = []
@@ -536,6 +558,94 @@ def test_the_order_of_an_epoch_follows_from_seed_and_epoch_alone(trainer, tokeni
     assert spread(order(1, 0)) < spread(order(1, 0, by_length=False))
 
 
+def test_a_run_moved_after_its_last_update_is_finished_in_its_new_place(finetune, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(training.finetune, "save_model_folder", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            finetune("--seed", 1)
+    moved = finetune.folder.parent / "moved"
+    finetune.folder.rename(moved)
+    finetune("--seed", 2)  # another run where the first was
+    assert finetune("--seed", 1, folder="moved") == 0
+    best = read(moved, "results.json")["best"]["update"]
+    assert weights_digest(moved / "best") == weights_digest(moved / f"checkpoint-{best}")
+    assert weights_digest(moved / "best") != weights_digest(finetune.folder / "best")
+
+
+def test_a_continued_run_must_read_what_it_began_with(finetune, monkeypatch, data, base, tmp_path, capsys):
+    copied = shutil.copytree(base, tmp_path / "base")
+    flags = ["--model", copied, "--lora_rank", 2]
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 5)
+        with pytest.raises(KeyboardInterrupt):
+            finetune(*flags)
+    tiny_model(seed=5, vocab_size=280, bos_token_id=0, decoder_start_token_id=0).save_pretrained(copied)
+    assert finetune(*flags) == 1
+    assert "what it reads has changed: model. Use another output_dir" in capsys.readouterr().err
+    shutil.copytree(base, copied, dirs_exist_ok=True)
+    file = tmp_path / "other.de"
+    with open(data[data.index("--train_target") + 1]) as lines:
+        file.write_text("".join(sorted(lines)))
+    monkeypatch.setattr(training.finetune, "load_pairs", lambda arguments: load_pairs(replaced(arguments, file)))
+    assert finetune(*flags) == 1
+    assert "what it reads has changed: train data." in capsys.readouterr().err
+
+
+def replaced(arguments, file):
+    """The same names of files, another content."""
+    return dataclasses.replace(arguments, train_target=str(file))
+
+
+def test_checkpoints_that_are_not_the_runs_own_are_left_alone(finetune, base, capsys):
+    for name, content in (("checkpoint-7", None), ("checkpoint-9", "{}")):
+        shutil.copytree(base, finetune.folder / name)
+        if content:
+            (finetune.folder / name / "trainer_state.json").write_text(content)
+    assert finetune("--model", finetune.folder / "checkpoint-7") == 1
+    assert "checkpoint-7 is not of a run of this program, for there is no run.json" in capsys.readouterr().err
+    assert sorted(path.name for path in finetune.folder.iterdir()) == ["checkpoint-7", "checkpoint-9"]
+
+
+def test_a_refused_command_leaves_half_written_checkpoints_where_they_are(finetune, monkeypatch):
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 5)
+        with pytest.raises(KeyboardInterrupt):
+            finetune()
+    shutil.copytree(finetune.folder / "checkpoint-4", finetune.folder / "checkpoint-6")
+    (finetune.folder / "checkpoint-6" / "trainer_state.json").unlink()
+    assert finetune("--learning_rate", 0.5) == 1
+    assert (finetune.folder / "checkpoint-6" / "model.safetensors").exists()
+
+
+def test_a_line_of_metrics_that_was_not_written_to_its_end_is_dropped(finetune, monkeypatch):
+    finetune(folder="whole")
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 5)
+        with pytest.raises(KeyboardInterrupt):
+            finetune()
+    with (finetune.folder / "metrics.jsonl").open("a") as file:
+        file.write('{"update": 5, "ep')
+    assert finetune() == 0
+    assert_same_run(finetune.folder, finetune.folder.parent / "whole")
+
+
+def test_an_evaluation_at_the_start_is_made_once(finetune, monkeypatch):
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 5)
+        with pytest.raises(KeyboardInterrupt):
+            finetune("--eval_on_start")
+    finetune("--eval_on_start")
+    evaluated = [row["update"] for row in metrics(finetune.folder) if "validation_bleu" in row]
+    assert evaluated == [0, 2, 4, 6]
+
+
+def test_a_loss_that_is_no_number_ends_the_run_with_an_error(finetune, capsys):
+    flags = ["--optim", "sgd", "--learning_rate", 1e30, "--max_grad_norm", 0, "--warmup_steps", 0]
+    assert finetune(*flags) == 1
+    assert "error: the loss is no longer a number (update " in capsys.readouterr().err
+    assert not (finetune.folder / "results.json").exists()
+
+
 @pytest.mark.parametrize("content", [pytest.param(None, marks=pytest.mark.slow), "{"])
 def test_a_half_written_checkpoint_is_not_continued_from(finetune, monkeypatch, content):
     finetune(folder="whole")
@@ -561,8 +671,7 @@ def test_a_finished_run_is_left_alone_and_other_arguments_are_refused(finetune, 
     assert "lora_rank was 0, is 2" in error
     assert "max_steps was 6, is 8" in error
     assert {path: path.stat().st_mtime_ns for path in finetune.folder.rglob("*")} == before
-    finetune("--max_steps", 8, "--allow_changes")
-    assert read(finetune.folder, "results.json")["updates"] == 8
+    assert finetune("--model", finetune.folder / "best", "--max_steps", 3, folder="further") == 0
 
 
 STILL = ["--learning_rate", 1e-12, "--metric_for_best_model", "exact_match", "--early_stopping_patience", 2]
@@ -681,14 +790,37 @@ def test_a_push_that_broke_off_is_made_by_the_same_command_without_training(fine
         assert "model.safetensors" in hub.files("tester/tuned")
 
 
-def test_a_push_that_is_not_allowed_is_refused_before_training(finetune, monkeypatch, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("token", "flags", "message"),
+    [
+        ("hf_unknown", [], "the Hub does not know this token: look at HF_TOKEN"),
+        (WRITER, ["--hub_revision", "v7"], "tester/tuned has no revision v7"),
+        (None, [], "the Hub at http://127.0.0.1:9 cannot be reached"),
+    ],
+)
+def test_a_push_that_cannot_be_is_refused_before_training(
+    finetune, monkeypatch, tmp_path, capsys, token, flags, message
+):
     with Hub() as hub:
-        hub.connect(monkeypatch, tmp_path / "cache", "hf_unknown")
-        assert finetune(*PUSH, *CARD) == 1
+        hub.connect(monkeypatch, tmp_path / "cache", token or WRITER)
+        HfApi().create_repo("tester/tuned", token=WRITER)
+        if token is None:
+            hub.url = "http://127.0.0.1:9"
+            hub.connect(monkeypatch, tmp_path / "cache", WRITER)
+        assert finetune(*PUSH, *CARD, *flags) == 1
     error = capsys.readouterr().err.partition("error: ")[2]
-    assert "401" in error
+    assert message in error
     assert "hf_unknown" not in error
     assert not list(finetune.folder.glob("checkpoint-*"))
+
+
+def test_nothing_is_made_on_the_hub_before_there_is_a_model(finetune, monkeypatch, tmp_path):
+    with Hub() as hub:
+        hub.connect(monkeypatch, tmp_path / "cache", WRITER)
+        interrupt_at(monkeypatch, 1)
+        with pytest.raises(KeyboardInterrupt):
+            finetune(*PUSH, *CARD)
+        assert hub.repos == {}
 
 
 # The card ----------------------------------------------------------------------------------------------------------
@@ -701,7 +833,7 @@ def test_the_card_of_a_fine_tuned_model_says_what_it_was_and_how_it_was_trained(
     options = publish.parse_arguments(["--model", str(finetune.folder), "--repo", "tester/tuned", *flags])
     card = render_card(read_run(finetune.folder), options)
     text = " ".join(card.text.split())
-    assert "fine-tuned with hf_vanilla_trm from a model that is not on the Hub" in text
+    assert "fine-tuned with hf_vanilla_trm from a local model" in text
     assert "Hugging Face's Trainer" in text
     assert card.data.base_model is None
     assert str(base) not in str(card)
@@ -729,17 +861,29 @@ def test_the_card_of_a_model_from_scratch_does_not_call_it_fine_tuned(finetune):
 # What is refused ---------------------------------------------------------------------------------------------------
 
 
+def test_a_push_without_scores_for_its_card_is_refused_before_training(data, base, tmp_path, capsys):
+    AcceleratorState._reset_state(True)
+    assert main([*tiny_flags(data[:4], base, tmp_path / "run"), *PUSH, *CARD]) == 1
+    assert "push_to_hub needs validation or test data" in capsys.readouterr().err
+
+
+def test_adapters_are_not_taken_for_a_model(finetune, capsys):
+    finetune("--lora_rank", 2, "--max_steps", 2)
+    assert finetune("--model", finetune.folder / "adapter", folder="further") == 1
+    assert "holds adapters, not a model: give the merged one, best/ of its run" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--model", "missing/folder"], "missing/folder"),
         (["--validation_source", "missing", "--validation_target", "missing"], "missing: there is no such file"),
         (["--bleu_tokenize", "nonsense"], "bleu_tokenize ('nonsense')"),
-        (["--early_stopping_patience", 2, "--eval_strategy", "no", "--no_load_best_model_at_end"],
+        (["--early_stopping_patience", 2, "--eval_strategy", "no"],
          "early_stopping_patience (2) needs validation"),
         ([*PUSH, "--license", "mit", "--datasets", "words"], "push_to_hub needs language for the model's card"),
         ([*PUSH, "--language", "en de"], "push_to_hub needs license, datasets for the model's card"),
-        ([*PUSH, *CARD], "offline mode is enabled"),
+        ([*PUSH, *CARD], "there is no token: set HF_TOKEN, or run `hf auth login`"),
     ],
 )  # fmt: skip
 def test_what_the_user_got_wrong_is_one_line_and_not_a_traceback(finetune, capsys, flags, message):
@@ -756,7 +900,26 @@ def test_what_the_user_got_wrong_is_one_line_and_not_a_traceback(finetune, capsy
     [
         (["--metric_for_best_model", "rouge"], "metric_for_best_model (rouge) must be one of bleu, chrf"),
         (["--no_predict_with_generate"], "metric_for_best_model (bleu) must be one of loss, for nothing is decoded"),
-        (["--save_strategy", "no", "--no_load_best_model_at_end"], "save_strategy (no)"),
+        (["--save_strategy", "no", "--eval_strategy", "no"], "save_strategy (no)"),
+        (
+            ["--save_steps", 4],
+            "save_strategy (steps) and save_steps (4) must equal eval_strategy (steps) and eval_steps (2)",
+        ),
+        (["--no_load_best_model_at_end"], "load_best_model_at_end (False): the best model is kept"),
+        (["--greater_is_better", "true"], "greater_is_better cannot be given"),
+        (["--learning_rate", -1], "learning_rate (-1.0) must be positive"),
+        (["--max_steps", -1, "--num_train_epochs", 0], "num_train_epochs (0.0) must be positive"),
+        (["--save_only_model"], "save_only_model cannot be given: the run could not be continued exactly"),
+        (["--ignore_data_skip"], "ignore_data_skip cannot be given"),
+        (["--no_restore_callback_states_from_checkpoint"], "restore_callback_states_from_checkpoint cannot be given"),
+        (["--auto_find_batch_size"], "auto_find_batch_size cannot be given"),
+        (["--no_average_tokens_across_devices"], "average_tokens_across_devices cannot be given"),
+        (["--dataloader_drop_last"], "dataloader_drop_last cannot be given"),
+        (["--prediction_loss_only"], "prediction_loss_only cannot be given"),
+        (["--no_eval_do_concat_batches"], "eval_do_concat_batches cannot be given"),
+        (["--logging_nan_inf_filter"], "logging_nan_inf_filter cannot be given"),
+        (["--resume_from_checkpoint", "x"], "resume_from_checkpoint cannot be given"),
+        (["--push_to_hub_token", "hf_secret"], "--push_to_hub_token"),
         (["--push_to_hub"], "push_to_hub needs hub_model_id in the form USER/NAME; it is None"),
         (["--push_to_hub", "--hub_model_id", "tuned"], "in the form USER/NAME; it is tuned"),
         ([*PUSH, "--hub_strategy", "every_save"], "invalid choice"),

@@ -63,6 +63,13 @@ def run(trained, tmp_path):
     return shutil.copytree(trained, tmp_path / "run")
 
 
+@pytest.fixture(autouse=True)
+def strangers(monkeypatch, request):
+    """Their processes take seconds each: only the test that asks for this fixture by name lets them load."""
+    if "strangers" not in request.function.__code__.co_varnames:
+        monkeypatch.setattr(publish, "verify_as_a_stranger", lambda *_: None)
+
+
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
     with Hub() as server:
@@ -161,6 +168,39 @@ def test_a_corpus_or_a_hub_data_set_names_itself(run, arguments, languages, data
     assert words in card.text
 
 
+def test_the_folder_of_a_data_set_is_not_published_as_its_name(run, tmp_path):
+    arguments = {"train_source": None, "dataset_name": str(tmp_path), "source_column": "en", "target_column": "de"}
+    edit(run / "run.json", lambda record: record["arguments"].update(arguments))
+    with pytest.raises(ValueError, match="datasets \\(give --datasets\\)"):
+        card_of(run, given=["--license", "mit"])
+    assert str(tmp_path) not in str(card_of(run))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "one embedding matrix for source, target and output)"),
+        ({"tie_word_embeddings": False, "output_bias": True}, "and another for the output; biases on the output)"),
+        ({"share_encoder_decoder_embeddings": False}, "for the source, and another for target and output)"),
+        (
+            {"parameter_sharing": "all", "num_unique_layers": 2, "embedding_size": 8},
+            "embeddings of width 8; all parameters shared across layers (2 distinct in each stack))",
+        ),
+    ],
+)
+def test_the_card_says_where_the_architecture_differs_from_the_papers(run, changes, words):
+    edit(run / "run.json", lambda record: record["resolved"]["model"].update(changes))
+    assert words in " ".join(card_of(run).text.split())
+
+
+def test_other_weights_than_those_of_the_results_are_not_published(run, hub, capsys):
+    weights = load_file(run / "best" / "model.safetensors")
+    save_file(
+        {name: tensor + 1 for name, tensor in weights.items()}, run / "best" / "model.safetensors", {"format": "pt"}
+    )
+    assert "are not those that the results are of" in refusal(capsys, run, "--dry-run")
+
+
 def test_options_fill_what_the_run_does_not_know(run):
     def forget(record):
         record["arguments"] |= {"train_source": "data/train.src", "train_target": "data/train.tgt"}
@@ -176,7 +216,9 @@ def test_options_fill_what_the_run_does_not_know(run):
 def test_the_card_says_how_the_model_was_chosen_and_decoded(run):
     best = json.loads((run / "results.json").read_text())["best"]["update"]
     text = card_of(run).text
-    assert f"is the model of update {best}, which had the best validation bleu." in text
+    assert (
+        f"is the model of update {best}, which had the best validation bleu during training (5 lines, greedy)." in text
+    )
     assert "decoded with 2 beams and length penalty 1.0" in text
     edit(run / "results.json", lambda results: results.pop("validation"))
     edit(run / "best" / "generation_config.json", lambda decoding: decoding.update(num_beams=1, length_penalty=None))
@@ -239,7 +281,7 @@ def test_a_users_own_template_may_use_the_scores(run, monkeypatch, tmp_path):
         (lambda results: results["test"].update(chrf=None), "no result for chrf on test: results.json says None"),
         (lambda results: results["test"].pop("bleu_signature"), "the card needs: 'bleu_signature' is missing"),
         (lambda results: results.update(command="python -m other"), "not written by the run that run.json describes"),
-        (lambda results: results.update(parameters=8), "but the results are those of a model of 8"),
+        (lambda results: results.update(weights="0"), "are not those that the results are of"),
     ],
 )
 def test_results_that_the_run_did_not_produce_are_refused(run, capsys, change, message):
@@ -471,6 +513,36 @@ def test_what_comes_back_is_compared_in_weights_and_translations(
     message = refusal(capsys, run)
     assert f"{REPO} was published as {hub.repos[f'models/{REPO}'].refs['main']}, but not verified" in message
     assert reason in message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spoiled", [None, "loss.py"])
+def test_it_is_also_loaded_back_without_the_package(run, hub, capsys, strangers, spoiled):
+    if spoiled:
+        with (run / "best" / spoiled).open("a") as file:
+            file.write("raise RuntimeError('broken')\n")
+        message = refusal(capsys, run)
+        assert "was published as" in message
+        assert "without the package, by trust_remote_code, it cannot be loaded: RuntimeError: broken" in message
+    else:
+        assert publish.main(["--model", str(run), "--repo", REPO, *GIVEN, "--private"]) == 0
+
+
+@pytest.mark.parametrize("name", ["layers.py", "loss.py", "modeling_vanilla_trm.py", "tokenizer.json"])
+def test_a_file_that_strangers_need_is_missed(run, capsys, name):
+    (run / "best" / name).unlink()
+    assert f"lacks {name}, so it could not be loaded" in refusal(capsys, run, "--dry-run")
+
+
+def test_the_example_of_the_card_is_one_that_the_model_gets_right(run):
+    for name, lines in (("source", "a\nb\n"), ("translation", "x\ny\n"), ("reference", "z\ny\n")):
+        (run / f"examples.{name}.txt").write_text(lines)
+    assert "tokenizer(['b'], return_tensors" in card_of(run).text
+    assert "# ['y']" in card_of(run).text
+    for name in ("source", "translation", "reference"):
+        (run / f"examples.{name}.txt").unlink()
+    with pytest.raises(ValueError, match="the run has no example to show"):
+        card_of(run)
 
 
 def test_the_run_is_only_read(run, hub):

@@ -7,6 +7,7 @@ defaults and a flag beats both. A key of the file that is not an argument stops 
 import argparse
 import dataclasses
 import difflib
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -232,7 +233,8 @@ def parse_dataclasses(kinds: Sequence[type], arguments: Sequence[str] | None, *,
         SystemExit: With code 2 and the reason on stderr, if an argument is unknown or its value breaks a rule.
     """
     command_line = list(sys.argv[1:] if arguments is None else arguments)
-    parser = HfArgumentParser(kinds, allow_abbrev=False, description=description)
+    usage = "%(prog)s [--config FILE.yaml] [--argument value ...]; all arguments: --help"
+    parser = HfArgumentParser(kinds, allow_abbrev=False, description=description, usage=usage)
     parser.add_argument("--config", help="YAML file of arguments; flags win over it.")
     config_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     config_parser.add_argument("--config", type=Path)
@@ -243,7 +245,7 @@ def parse_dataclasses(kinds: Sequence[type], arguments: Sequence[str] | None, *,
             flags = _flags_of_yaml(config.config, names) + flags
         return parser.parse_args_into_dataclasses(flags, look_for_args_file=False)[: len(kinds)]
     except (OSError, ValueError) as error:
-        parser.error(str(error))
+        parser.error(re.sub(r"hf_\w+", "hf_...", str(error)))  # a token behind a flag that there is not
 
 
 def _flags_of_yaml(path: Path, names: Sequence[str]) -> list[str]:

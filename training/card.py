@@ -3,6 +3,8 @@
 import argparse
 import json
 import math
+import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,13 +52,13 @@ class Run:
         model: The folder of its best model, which the results are of.
         record: run.json.
         results: results.json.
-        examples: Some source lines of its test or validation data.
+        examples: Some lines of its test or validation data: source, the model's translation, reference.
     """
 
     model: Path
     record: dict[str, Any]
     results: dict[str, Any]
-    examples: list[str]
+    examples: list[tuple[str, str, str]]
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -98,10 +100,12 @@ def read_run(folder: Path) -> Run:
     record, results = (json.loads((run / name).read_text("utf-8")) for name in ("run.json", "results.json"))
     if results["command"] != record["sessions"][-1]["command"]:
         raise ValueError(f"results.json in {run} was not written by the run that run.json describes")
-    examples = []
-    if (run / "examples.source.txt").exists():
-        with (run / "examples.source.txt").open("rb") as file:
-            examples = list(read_lines(file, "examples.source.txt"))
+    columns = []
+    for name in ("source", "translation", "reference"):
+        if (run / f"examples.{name}.txt").exists():
+            with (run / f"examples.{name}.txt").open("rb") as file:
+                columns.append(list(read_lines(file, f"examples.{name}.txt")))
+    examples = list(zip(*columns, strict=True)) if len(columns) == 3 else []
     return Run(run / "best", record, results, examples)
 
 
@@ -140,6 +144,7 @@ def card_values(run: Run, options: argparse.Namespace) -> dict[str, Any]:
     values = {
         "repo": options.repo,
         "name": options.repo.split("/")[1],
+        "architecture": architecture_of(config),
         "language": languages,
         "datasets": datasets,
         "license": options.license,
@@ -162,8 +167,7 @@ def card_values(run: Run, options: argparse.Namespace) -> dict[str, Any]:
     if languages:
         names = [Locale("en").languages.get(code, code) for code in languages]
         values["source_language"], values["target_language"] = names
-        filled = [line for line in run.examples if line.strip()]
-        values["example"] = repr(filled[0] if filled else f"A sentence in {names[0]}.")
+        values["example"], values["translation"] = example_of(run)
     if languages and datasets:
         values["training_data"] = training_data_of(arguments, datasets)
         values["metadata"] = metadata(run, values).to_yaml()
@@ -220,7 +224,9 @@ def datasets_of(arguments: dict[str, Any]) -> list[str] | None:
     """Return the data set's id, where the run's data has one."""
     if arguments["embedded_corpus"]:
         return ["unicode-cldr"]
-    return [arguments["dataset_name"]] if arguments["dataset_name"] else None
+    name = arguments["dataset_name"]
+    is_id = name is not None and re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name) and not Path(name).exists()
+    return [name] if is_id else None  # a folder of this machine has no name that others know
 
 
 def dataset_name_of(arguments: dict[str, Any], datasets: Sequence[str], split: str) -> str:
@@ -250,12 +256,32 @@ def training_data_of(arguments: dict[str, Any], datasets: Sequence[str]) -> str:
     return f"{links}: the aligned files `{source}` and `{target}`."
 
 
+def example_of(run: Run) -> tuple[str, str]:
+    """Return a source and its translation as Python writes them: one that is right, where there is one.
+
+    Raises:
+        ValueError: If the run translated no example.
+    """
+    filled = [example for example in run.examples if example[0].strip()]
+    if not filled:
+        raise ValueError(
+            "the run has no example to show: num_samples was 0, or it had neither validation nor test data"
+        )
+    right = [example for example in filled if example[1] == example[2]]
+    source, translation, _ = (right or filled)[0]
+    return repr(source), repr(translation)
+
+
 def choice_of(run: Run) -> str:
     """Return which of the run's models this is."""
     best = run.results["best"]["update"]
     if "validation" not in run.results or best is None:
         return "of its last update"
-    return f"of update {best}, which had the best validation {run.arguments['metric_for_best_model']}"
+    metric, arguments = run.arguments["metric_for_best_model"], run.arguments
+    lines = min(arguments.get("eval_max_rows") or sys.maxsize, run.results["validation"]["lines"])
+    beams = arguments.get("eval_beams") or arguments.get("generation_num_beams") or run.decoding.num_beams or 1
+    how = "" if metric == "loss" else f" ({lines} lines, {'greedy' if beams == 1 else f'{beams} beams'})"
+    return f"of update {best}, which had the best validation {metric} during training{how}"
 
 
 def decoding_of(run: Run) -> str:
@@ -266,18 +292,46 @@ def decoding_of(run: Run) -> str:
     return f"with {beams} beams and length penalty {1.0 if penalty is None else penalty} (Hugging Face's form)"
 
 
+def architecture_of(config: dict[str, Any]) -> str:
+    """Return what the model is, and where it differs from the paper's."""
+    parts = ["an encoder-decoder with LayerNorm after every residual sum and sinusoidal positions"]
+    shared, tied = config["share_encoder_decoder_embeddings"], config["tie_word_embeddings"]
+    matrices = {
+        (True, True): "one embedding matrix for source, target and output",
+        (True, False): "one embedding matrix for source and target, and another for the output",
+        (False, True): "one embedding matrix for the source, and another for target and output",
+        (False, False): "embedding matrices of their own for source, target and output",
+    }
+    parts.append(matrices[shared, tied])
+    if config["embedding_size"] not in (None, config["d_model"]):
+        parts.append(f"embeddings of width {config['embedding_size']}")
+    if config["parameter_sharing"] != "none":
+        what = {
+            "all": "all parameters",
+            "attention": "the attention's parameters",
+            "ffn": "the feed-forward's parameters",
+        }
+        unique = config["num_unique_layers"]
+        parts.append(f"{what[config['parameter_sharing']]} shared across layers ({unique} distinct in each stack)")
+    biases = {"attention_bias": "the attention's projections", "output_bias": "the output"}
+    if names := [words for name, words in biases.items() if config[name]]:
+        parts.append(f"biases on {' and '.join(names)}")
+    return "; ".join(parts)
+
+
 def origin_of(run: Run, base_model: str | None) -> str:
     """Return what the weights were before the training, without the paths of the machine that trained."""
     if not run.was_fine_tuned:
         return "trained from scratch with hf_vanilla_trm"
-    base = f"[{base_model}](https://huggingface.co/{base_model})" if base_model else "a model that is not on the Hub"
+    base = f"[{base_model}](https://huggingface.co/{base_model})" if base_model else "a local model"
     return f"fine-tuned with hf_vanilla_trm from {base}"
 
 
 def method_of(run: Run) -> str:
     """Return what was trained, and by which program."""
     if "model" not in run.arguments:
-        return "Adam with the paper's schedule, on batches of tokens."
+        cooldown = ", then a linear cooldown" if run.arguments["cooldown_steps"] else ""
+        return f"Adam with linear warm-up and inverse square root decay{cooldown}, on batches of tokens."
     if rank := run.arguments["lora_rank"]:
         trained = f"{run.results['trained_parameters']:,}"
         return (
@@ -309,8 +363,11 @@ def results_table(run: Run) -> str:
         for name in columns:
             if not isinstance(scores[name], int | float) or not math.isfinite(scores[name]):
                 raise ValueError(f"the run has no result for {name} on {split}: results.json says {scores[name]}")
-    rows = [(split, *(f"{scores[name]:.2f}" for name in columns)) for split, scores in run.scores.items()]
-    return _table(("split", *columns.values()), rows)
+    rows = [
+        (split, f"{scores['lines']:,}", *(f"{scores[name]:.2f}" for name in columns))
+        for split, scores in run.scores.items()
+    ]
+    return _table(("split", "lines", *columns.values()), rows)
 
 
 def signatures_of(run: Run) -> str:

@@ -5,6 +5,7 @@ file says it is: "\n" or "\r\n" ends it, and nothing else. What is read goes int
 """
 
 import csv
+import hashlib
 import itertools
 import json
 from bisect import bisect_right
@@ -331,6 +332,17 @@ def tokenize_pairs(
         limits = {"input_ids": max_source_length, "labels": max_target_length}
         tokenized = tokenized.map(_cut, batched=True, fn_kwargs={"limits": limits}, desc="Cutting over-long rows")
     return tokenized, counts
+
+
+def fingerprint(splits: DatasetDict) -> dict[str, str]:
+    """Return a digest of the texts of each split: a run that is continued must see the same ones."""
+    digests = {}
+    for name, split in splits.items():
+        digest = hashlib.sha256()
+        for rows in split.select_columns(["source", "target"]).iter(batch_size=1000):
+            digest.update(json.dumps([rows["source"], rows["target"]]).encode())
+        digests[name] = digest.hexdigest()
+    return digests
 
 
 def sequence_lengths(tokenized: Dataset) -> tuple[np.ndarray, np.ndarray]:

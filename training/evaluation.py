@@ -47,8 +47,9 @@ class TranslationMetric(evaluate.Metric):
     def _compute(self, predictions: Sequence[str], references: Sequence[str]) -> dict[str, float | str]:
         equal = sum(prediction == reference for prediction, reference in zip(predictions, references, strict=True))
         return {
-            "bleu": self.bleu.corpus_score(predictions, [references]).score,
-            "chrf": self.chrf.corpus_score(predictions, [references]).score,
+            # Rounding takes a perfect score a little above 100.
+            "bleu": min(100.0, self.bleu.corpus_score(predictions, [references]).score),
+            "chrf": min(100.0, self.chrf.corpus_score(predictions, [references]).score),
             "exact_match": 100 * equal / len(references),
             "bleu_signature": str(self.bleu.get_signature()),
             "chrf_signature": str(self.chrf.get_signature()),
@@ -145,8 +146,9 @@ class Evaluator:
         return self._evaluate(model, rows, num_beams=self.recipe.eval_beams)
 
     def final(self, model: PreTrainedModel) -> dict[str, Any]:
-        """Return the scores of all rows, decoded as the model's generation config says."""
-        return self._evaluate(model, list(range(len(self.sources))), num_beams=None)
+        """Return the scores of all rows, decoded as the model's generation config says, and how many they are."""
+        rows = list(range(len(self.sources)))
+        return {"lines": len(rows), **self._evaluate(model, rows, num_beams=None)}
 
     def _evaluate(self, model: PreTrainedModel, rows: list[int], *, num_beams: int | None) -> dict[str, Any]:
         model.eval()

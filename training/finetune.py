@@ -1,11 +1,14 @@
 """Fine-tune a model with Hugging Face's Trainer: `python -m training.finetune --model DIR --config FILE.yaml`.
 
 The checkpoint's tokenizer and generation settings stay its own. The same command started again continues from the
-newest checkpoint; a finished run is left alone.
+newest checkpoint; a finished run is left alone, and goes on under other arguments as the `--model` of another run.
 """
 
+import copy
+import hashlib
 import json
 import logging
+import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -27,22 +30,24 @@ from transformers import (
     Seq2SeqTrainingArguments,
     TrainerState,
 )
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 import hf_vanilla_trm  # noqa: F401  (its import makes the Auto classes know the model)
 from training import publish
 from training.arguments import PairArguments, parse_dataclasses
 from training.card import datasets_of, languages_of
 from training.checkpoint import save_model_folder
-from training.data import PairCollator, load_pairs
+from training.data import PairCollator, fingerprint, load_pairs
 from training.evaluation import Evaluator, TranslationMetric
 from training.run_log import RunLog
 from training.tokenizer import load_tokenizer
 from training.train import processes_asked_for, start_logging, tokenize_splits, write_examples
-from training.trainer import FineTuningTrainer, RunRecorder, make_compute_metrics
+from training.trainer import FineTuningTrainer, RunRecorder, TrainingDivergedError, make_compute_metrics
 from training.translate import BATCH_TOKENS, load
 
 logger = logging.getLogger("training")
 
+SCORED = ("test", "validation")
 LORA_TARGETS = ["q_proj", "v_proj"]
 
 
@@ -79,9 +84,6 @@ class FineTuningArguments:
         default=BATCH_TOKENS, metadata={"help": "Tokens, times beams, in a batch of the last evaluation, at most."}
     )
     num_samples: int = field(default=3, metadata={"help": "Sample translations printed at the end."})
-    allow_changes: bool = field(
-        default=False, metadata={"help": "Continue a run although its arguments differ from those it began with."}
-    )
 
     @property
     def batch_tokens(self) -> int:
@@ -131,6 +133,13 @@ class CardArguments:
         Raises:
             ValueError: If something is neither given nor told by the data's arguments.
         """
+        kinds = (
+            "embedded_corpus",
+            "dataset_name",
+            *(f"{split}_{kind}" for split in SCORED for kind in ("file", "source")),
+        )
+        if not any(arguments[kind] for kind in kinds):
+            raise ValueError("push_to_hub needs validation or test data: the card shows scores")
         told = {
             "license": self.license,
             "language": self.language or languages_of(arguments),
@@ -143,7 +152,9 @@ class CardArguments:
     def flags(self) -> list[str]:
         """Return the flags of `training.publish`."""
         given = {name: value for name, value in vars(self).items() if value is not None}
-        return [word for name, value in given.items() for word in (f"--{name}", *value.split())]
+        many = ("language", "datasets")
+        words = {name: value.split() if name in many else [value] for name, value in given.items()}
+        return [word for name in words for word in (f"--{name}", *words[name])]
 
 
 @dataclass
@@ -179,6 +190,7 @@ class TrainerArguments(Seq2SeqTrainingArguments):
     restore_callback_states_from_checkpoint: bool = field(
         default=True, metadata={"help": "A continued run knows how long early stopping has waited."}
     )
+    logging_nan_inf_filter: bool = field(default=False, metadata={"help": "Must stay so: a NaN is an error."})
     logging_steps: float = field(default=50, metadata={"help": "Updates between lines of the log."})
     use_cache: bool = field(default=True, metadata={"help": "Saved with the model, which decodes faster with it."})
     hub_model_id: str | None = field(default=None, metadata={"help": "USER/NAME; push_to_hub needs it."})
@@ -191,7 +203,18 @@ class TrainerArguments(Seq2SeqTrainingArguments):
             raise ValueError("output_dir is needed: the folder of everything that the run writes")
         if not torch.accelerator.is_available():
             self.use_cpu = True  # or the ranks of a launcher would ignore each other
+        if self.greater_is_better is not None:
+            raise ValueError("greater_is_better cannot be given: it follows from metric_for_best_model")
+        if self.eval_strategy == "no":
+            self.load_best_model_at_end, self.metric_for_best_model = False, None
         super().__post_init__()
+        self._check_values()
+        self._check_schedule_of_evaluations()
+        for name, (value, reason) in REFUSED.items():
+            if getattr(self, name) != value:
+                raise ValueError(f"{name} cannot be given: {reason}")
+
+    def _check_values(self) -> None:
         metrics = ["bleu", "chrf", "exact_match", "loss"] if self.predict_with_generate else ["loss"]
         if self.metric_for_best_model not in (None, *metrics):
             raise ValueError(
@@ -200,20 +223,48 @@ class TrainerArguments(Seq2SeqTrainingArguments):
             )
         if not 0 <= self.label_smoothing_factor < 1:
             raise ValueError(f"label_smoothing_factor ({self.label_smoothing_factor}) must be at least 0 and below 1")
-        if self.save_strategy == "no":
-            raise ValueError("save_strategy (no): neither could the run be continued nor would its model be kept")
+        if self.learning_rate <= 0:
+            raise ValueError(f"learning_rate ({self.learning_rate}) must be positive")
+        if self.max_steps <= 0 and self.num_train_epochs <= 0:
+            raise ValueError(f"num_train_epochs ({self.num_train_epochs}) must be positive, or max_steps given")
         if self.push_to_hub and "/" not in (self.hub_model_id or ""):
             raise ValueError(f"push_to_hub needs hub_model_id in the form USER/NAME; it is {self.hub_model_id}")
-        refused = {
-            "hub_token": "set HF_TOKEN or use `hf auth login`: commands are recorded",
-            "generation_config": "edit the model's own generation_config.json",
-            "generation_max_length": "max_length_a and max_length_b in generation_config.json cap translations",
-            "fsdp": "fine-tuning supports one process a model",
-            "deepspeed": "fine-tuning supports one process a model",
-        }
-        for name, reason in refused.items():
-            if getattr(self, name):
-                raise ValueError(f"{name} cannot be given: {reason}")
+
+    def _check_schedule_of_evaluations(self) -> None:
+        """The best model is a checkpoint: there must be one of every evaluation that may turn out the best."""
+        if self.save_strategy == SaveStrategy.NO:
+            raise ValueError("save_strategy (no): neither could the run be continued nor would its model be kept")
+        if self.eval_strategy == IntervalStrategy.NO or self.save_strategy == SaveStrategy.BEST:
+            return
+        if not self.load_best_model_at_end:
+            raise ValueError(
+                "load_best_model_at_end (False): the best model is kept; to keep the last, eval_strategy no"
+            )
+        evaluated, saved = (str(self.eval_strategy.value), self.eval_steps), (self.save_strategy.value, self.save_steps)
+        if evaluated[0] != saved[0] or (saved[0] == "steps" and evaluated != saved):
+            raise ValueError(
+                f"save_strategy ({saved[0]}) and save_steps ({saved[1]}) must equal eval_strategy ({evaluated[0]}) and "
+                f"eval_steps ({evaluated[1]}), or save_strategy be best: the best model is a checkpoint"
+            )
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "hub_token": (None, "set HF_TOKEN or use `hf auth login`: commands are recorded"),
+    "generation_config": (None, "edit the model's own generation_config.json"),
+    "generation_max_length": (None, "max_length_a and max_length_b in generation_config.json cap translations"),
+    "deepspeed": (None, "fine-tuning supports one process a model"),
+    "resume_from_checkpoint": (None, "the same command continues by itself, from the newest checkpoint"),
+    "save_only_model": (False, "the run could not be continued exactly"),
+    "ignore_data_skip": (False, "the run could not be continued exactly"),
+    "restore_callback_states_from_checkpoint": (True, "the run could not be continued exactly"),
+    "auto_find_batch_size": (False, "the run would not be the one that its arguments describe"),
+    "average_tokens_across_devices": (True, "a token would count more on one process than on another"),
+    "dataloader_drop_last": (False, "rows would be left out of training, and out of the evaluations"),
+    "prediction_loss_only": (False, "give predict_with_generate no"),
+    "eval_do_concat_batches": (True, "scores are of the whole split"),
+    "logging_nan_inf_filter": (False, "a loss that is not a number would be logged as one"),
+}
+"""Arguments of transformers that would undo what this program promises: the value that each must keep, and why."""
 
 
 # The run -----------------------------------------------------------------------------------------------------------
@@ -227,26 +278,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     state = PartialState()
     start_logging(state)
+    os.environ["TENSORBOARD_LOGGING_DIR"] = str(Path(training.output_dir) / "tensorboard")  # where `train` has it
     log = RunLog(Path(training.output_dir), state)
     all_arguments = recorded_arguments(options, data_arguments, training)
     try:
-        with state.main_process_first():
-            checkpoint = newest_checkpoint(log.run)
+        checkpoint = newest_checkpoint(log.run)
         check_processes(training)
+        if not log.run_file.exists() and (others := checkpoints_of(log.run)):
+            raise ValueError(
+                f"{others[0]} is not of a run of this program, for there is no run.json: use another output_dir"
+            )
         if checkpoint is not None or log.results_file.exists() or (log.run / "checkpoints").exists():
-            log.check(all_arguments, allow_changes=options.allow_changes)
+            log.check(all_arguments, allow_changes=False)
         if training.push_to_hub:
             card.check(all_arguments)
-        if log.results_file.exists() and not options.allow_changes:
+            publish.check_access(publish.parse_arguments(publish_flags(training, card, log.run)))
+        if log.results_file.exists():
             logger.info("%s is finished: nothing to train", log.run)
             return push(training, card, log.run)
-        trainer, evaluators = prepare(options, data_arguments, training)
+        trainer, evaluators, inputs = prepare(options, data_arguments, training)
         log = RunLog(log.run, trainer.accelerator)
+        if checkpoint is not None:
+            log.check_inputs(inputs)
     except (OSError, ValueError) as error:  # what the user gave; nothing has been trained yet
         if state.is_main_process:
             print(f"error: {error}", file=sys.stderr)
         return 1
-    minutes = train(trainer, log, all_arguments, checkpoint, options)
+    try:
+        minutes = train(trainer, log, all_arguments, checkpoint, {**resolved_of(trainer, options), "inputs": inputs})
+    except TrainingDivergedError as error:
+        print(f"error: the loss is no longer a number ({error}): try a lower learning_rate", file=sys.stderr)
+        return 1
     results = score_best(trainer, log.run, evaluators, options)
     log.results({**results, "minutes": round(minutes, 2)})
     logger.info("fine-tuning stopped: %s. The results are in %s", results["stopped"], log.results_file)
@@ -284,16 +346,20 @@ def push(training: TrainerArguments, card: CardArguments, run: Path) -> int:
     """Publish a finished run if that is asked for; return the exit code. The same command tries again."""
     if not training.push_to_hub or not PartialState().is_main_process:
         return 0
+    return publish.main(publish_flags(training, card, run))
+
+
+def publish_flags(training: TrainerArguments, card: CardArguments, run: Path) -> list[str]:
+    """Return the flags with which `training.publish` publishes this run."""
     flags = ["--model", str(run), "--repo", str(training.hub_model_id), *card.flags()]
     flags += ["--private"] if training.hub_private_repo else []
-    flags += ["--revision", training.hub_revision] if training.hub_revision else []
-    return publish.main(flags)
+    return [*flags, *(["--revision", training.hub_revision] if training.hub_revision else [])]
 
 
 def prepare(
     options: FineTuningArguments, data_arguments: PairArguments, training: TrainerArguments
-) -> tuple[FineTuningTrainer, dict[str, Evaluator]]:
-    """Read the data and the model, and build all that fine-tuning needs.
+) -> tuple[FineTuningTrainer, dict[str, Evaluator], dict[str, str]]:
+    """Read the data and the model, and build all that fine-tuning needs; also return digests of both.
 
     Raises:
         OSError: If a file cannot be read or the run's folder cannot be written.
@@ -306,13 +372,17 @@ def prepare(
     tokenizer = load_tokenizer(options.model)
     model = load_model(options, training.seed)
     check_vocabulary(model, tokenizer)
-    tokenized = tokenize_splits(splits, tokenizer, data_arguments, PartialState())
+    inputs = {f"{name} data": digest for name, digest in fingerprint(splits).items()}
+    inputs["model"] = parameters_digest(model)
+    tokenized = tokenize_splits(splits, tokenizer, data_arguments, PartialState(), cut_evaluation=False)
     if options.lora_rank:
         model = add_lora(model, options)
     patience = options.early_stopping_patience
+    arguments = copy.copy(training)
+    arguments.push_to_hub = False  # the Trainer would make the repository now, and write a card of its own
     trainer = FineTuningTrainer(
         model=model,
-        args=training,
+        args=arguments,
         train_dataset=tokenized["train"],
         eval_dataset=tokenized.get("validation"),
         data_collator=PairCollator(tokenizer.pad_token_id),
@@ -323,19 +393,27 @@ def prepare(
     )
     evaluators = {
         split: Evaluator(splits[split], tokenized[split], tokenizer, recipe=options, accelerator=trainer.accelerator)
-        for split in ("validation", "test")
+        for split in SCORED
         if split in splits
     }
-    return trainer, evaluators
+    return trainer, evaluators, inputs
+
+
+def parameters_digest(model: PreTrainedModel) -> str:
+    """Return a digest of a model's parameters."""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().contiguous().view(-1).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def check_validation(splits: DatasetDict, options: FineTuningArguments, training: TrainerArguments) -> None:
     """Without a validation split, choose no best model; a patience that would never end is refused."""
     if options.early_stopping_patience and ("validation" not in splits or training.eval_strategy == "no"):
         raise ValueError(f"early_stopping_patience ({options.early_stopping_patience}) needs validation: there is none")
-    if "validation" not in splits:
+    if "validation" not in splits and training.eval_strategy != IntervalStrategy.NO:
         logger.warning("there is no validation split: the best model will be the last")
-        training.eval_strategy = transformers.trainer_utils.IntervalStrategy.NO
+        training.eval_strategy = IntervalStrategy.NO
         training.load_best_model_at_end, training.metric_for_best_model = False, None
     if training.warmup_steps == 0:
         logger.warning("warmup_steps is 0: a post-LN Transformer rarely trains without warm-up")
@@ -351,6 +429,8 @@ def load_model(options: FineTuningArguments, seed: int) -> PreTrainedModel:
     changes = {name: getattr(options, name) for name in ("dropout", "attn_implementation")}
     changes = {name: value for name, value in changes.items() if value is not None}
     try:
+        if (Path(options.model) / "adapter_config.json").exists():
+            raise ValueError(f"{options.model} holds adapters, not a model: give the merged one, best/ of its run")
         config = AutoConfig.from_pretrained(options.model)
         if config.model_type != "vanilla_trm" or not config.is_encoder_decoder:
             raise ValueError(
@@ -397,19 +477,29 @@ def add_lora(model: PreTrainedModel, options: FineTuningArguments) -> Any:
 
 
 def newest_checkpoint(run: Path) -> Path | None:
-    """Return the newest complete checkpoint of a run, and delete what an interruption left half-written.
-
-    The Trainer writes its state last.
-    """
-    folders = [path for path in run.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
-    for folder in sorted(folders, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True):
+    """Return the newest complete checkpoint of a run; the Trainer writes its state last."""
+    for folder in reversed(checkpoints_of(run)):
         try:
             json.loads((folder / "trainer_state.json").read_text())
             return folder
-        except (OSError, ValueError):
-            logger.warning("%s is not complete: deleting it", folder)
-            shutil.rmtree(folder)
+        except (FileNotFoundError, ValueError):
+            logger.warning("%s is not complete: looking for one before it", folder)
     return None
+
+
+def checkpoints_of(run: Path) -> list[Path]:
+    """Return the folders of all checkpoints, complete or not, the oldest first."""
+    folders = [path for path in run.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
+    return sorted(folders, key=lambda path: int(path.name.removeprefix("checkpoint-")))
+
+
+def resolved_of(trainer: FineTuningTrainer, options: FineTuningArguments) -> dict[str, Any]:
+    """Return what the arguments came to."""
+    return {
+        "model": trainer.model.config.to_dict(),
+        "peak_learning_rate": trainer.args.learning_rate,
+        "base_model": None if Path(options.model).is_dir() else options.model,
+    }
 
 
 def train(
@@ -417,33 +507,28 @@ def train(
     log: RunLog,
     arguments: dict[str, Any],
     checkpoint: Path | None,
-    options: FineTuningArguments,
+    resolved: dict[str, Any],
 ) -> float:
-    """Train, from the checkpoint if there is one, and return the minutes it took over all sessions."""
+    """Train, from the checkpoint if there is one, and return the minutes it took over all sessions.
+
+    Raises:
+        TrainingDivergedError: If a loss is no longer a finite number.
+    """
     state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json")) if checkpoint else None
-    resolved = {
-        "model": trainer.model.config.to_dict(),
-        "peak_learning_rate": trainer.args.learning_rate,
-        "base_model": None if Path(options.model).is_dir() else options.model,
-    }
+    if trainer.accelerator.is_main_process:
+        for folder in checkpoints_of(log.run):  # half-written ones would be taken for the run's
+            if checkpoint is None or int(folder.name.removeprefix("checkpoint-")) > state.global_step:
+                shutil.rmtree(folder)
+    trainer.accelerator.wait_for_everyone()
     log.begin(arguments, update=state.global_step if state else 0, resolved=resolved)
     recorder = RunRecorder(log, trainer)
-    if state is not None and is_over(state, trainer.args, options):
-        trainer.state = state
-    else:
-        trainer.add_callback(recorder)
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    if state is not None and state.stateful_callbacks["TrainerControl"]["args"]["should_training_stop"]:
+        trainer.state = state  # it was written at the very end: the Trainer would make one more update from there
+        return recorder.minutes
+    trainer.args.eval_on_start = trainer.args.eval_on_start and checkpoint is None
+    trainer.add_callback(recorder)
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     return recorder.minutes
-
-
-def is_over(state: TrainerState, training: TrainerArguments, options: FineTuningArguments) -> bool:
-    """Return whether a checkpoint was written at the very end: the Trainer would make one more update from there."""
-    stopped = state.stateful_callbacks["TrainerControl"]["args"]["should_training_stop"]
-    if not options.allow_changes:
-        return stopped
-    if training.max_steps > 0:
-        return state.global_step >= training.max_steps
-    return state.epoch >= training.num_train_epochs
 
 
 def score_best(
@@ -467,12 +552,14 @@ def score_best(
     }
     for split, evaluator in evaluators.items():
         results[split] = evaluator.final(model)
-        shown = (f"{name} {value:.2f}" if isinstance(value, float) else value for name, value in results[split].items())
+        shown = (
+            f"{name} {value:.2f}" if isinstance(value, float) else f"{value}" for name, value in results[split].items()
+        )
         logger.info("%s, best model, num_beams %s: %s", split, model.generation_config.num_beams, ", ".join(shown))
     if accelerator.is_main_process:
-        for split in ("test", "validation"):
+        for split in SCORED:
             if split in evaluators:
-                write_examples(run, evaluators[split].sources, model, tokenizer, options)
+                write_examples(run, evaluators[split], model, tokenizer, options)
                 break
     return results
 
@@ -485,12 +572,14 @@ def write_best(
     seed: int,
 ) -> None:
     """Write `best/`, and `adapter/` where one was trained, from a checkpoint; without one, from the newest."""
-    folder = Path(checkpoint) if checkpoint else newest_checkpoint(run)
+    # By its name: the run's folder may have been moved since.
+    folder = run / Path(checkpoint).name if checkpoint else newest_checkpoint(run)
     if options.lora_rank:
         from peft import PeftModel
 
         adapted = PeftModel.from_pretrained(load_model(options, seed), folder)
         save_model_folder(run / "adapter", adapted, tokenizer)
+        (run / "adapter" / "README.md").unlink(missing_ok=True)  # PEFT's card, without a word about this model
         model = adapted.merge_and_unload()
     else:
         model = AutoModelForSeq2SeqLM.from_pretrained(folder)

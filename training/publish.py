@@ -7,8 +7,11 @@ is visible before the commit, and what has been uploaded already is not sent aga
 """
 
 import argparse
+import hashlib
 import json
+import os
 import re
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -22,24 +25,38 @@ from huggingface_hub.utils import httpx, validate_repo_id
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from training.card import Run, read_run, render_card
+from training.run_log import weights_digest
 from training.translate import decoding_config, load, translate_all
 
 # The model -----------------------------------------------------------------------------------------------------------
 
 
 def check_code(model: Path) -> None:
-    """Make sure that the folder holds the code that its config names.
+    """Make sure that the folder holds the tokenizer, the code that its config names, and all that this code imports.
 
     Raises:
         ValueError: If it does not: nobody could load it with `trust_remote_code`.
     """
     auto_map = json.loads((model / "config.json").read_text("utf-8")).get("auto_map")
-    files = {f"{reference.partition('.')[0]}.py" for reference in (auto_map or {}).values()}
-    missing = sorted(name for name in files if not (model / name).exists())
-    if missing or not auto_map:
+    wanted = [f"{reference.partition('.')[0]}.py" for reference in (auto_map or {}).values()]
+    missing = set() if auto_map else {"auto_map in its config.json"}
+    seen: set[str] = set()
+    while wanted:
+        name = wanted.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        if (model / name).exists():
+            imported = re.findall(r"^from \.(\w+) import", (model / name).read_text("utf-8"), re.MULTILINE)
+            wanted += [f"{module}.py" for module in imported]
+        else:
+            missing.add(name)
+    if not (model / "tokenizer.json").exists():
+        missing.add("tokenizer.json")
+    if missing:
         raise ValueError(
-            f"{model} lacks {', '.join(missing) or 'auto_map in its config.json'}, so it could not be loaded with "
-            "trust_remote_code: load it and save it again with this version of hf_vanilla_trm"
+            f"{model} lacks {', '.join(sorted(missing))}, so it could not be loaded with trust_remote_code: load it "
+            "and save it again with this version of hf_vanilla_trm"
         )
 
 
@@ -48,15 +65,11 @@ def read_model(run: Run) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
     Raises:
         OSError: If it cannot be loaded.
-        ValueError: If it has another number of parameters than the results say.
+        ValueError: If its weights are others than those that the results are of.
     """
-    model, tokenizer = load(str(run.model), "cpu")
-    if model.num_parameters() != run.results["parameters"]:
-        raise ValueError(
-            f"{run.model} has {model.num_parameters()} parameters, but the results are those of a model of "
-            f"{run.results['parameters']}"
-        )
-    return model, tokenizer
+    if run.results.get("weights") != weights_digest(run.model):
+        raise ValueError(f"the weights in {run.model} are not those that the results are of")
+    return load(str(run.model), "cpu")
 
 
 # The upload --------------------------------------------------------------------------------------------------------
@@ -69,12 +82,11 @@ def files_of(model: Path) -> dict[str, Path]:
     return {name: path for name, path in paths.items() if not left_out.fullmatch(name)}
 
 
-def upload(files: dict[str, Path], card: ModelCard, options: argparse.Namespace) -> str:
-    """Upload everything in one commit; return its id.
+def check_access(options: argparse.Namespace) -> None:
+    """Make sure, as far as it can be seen without writing, that the Hub can be reached and will take the model.
 
     Raises:
-        OSError: If the Hub refuses; the message says what to do.
-        ValueError: If the repository is public and was to be private.
+        OSError: If there is no token, the Hub does not know it or cannot be reached, or there is no such revision.
     """
     if (token := get_token()) is None:
         raise OSError("there is no token: set HF_TOKEN, or run `hf auth login`")
@@ -85,7 +97,21 @@ def upload(files: dict[str, Path], card: ModelCard, options: argparse.Namespace)
         api.whoami()
         if options.revision not in (None, "main"):
             api.model_info(options.repo, revision=options.revision)  # it must exist, and so must the repository
-        else:
+    except (HfHubHTTPError, httpx.HTTPError, OfflineModeIsEnabled) as error:
+        raise OSError(explain(error, options)) from error
+
+
+def upload(files: dict[str, Path], card: ModelCard, options: argparse.Namespace) -> str:
+    """Upload everything in one commit; return its id.
+
+    Raises:
+        OSError: If the Hub refuses; the message says what to do.
+        ValueError: If the repository is public and was to be private.
+    """
+    check_access(options)
+    api = HfApi()
+    try:
+        if options.revision in (None, "main"):
             api.create_repo(options.repo, private=options.private or None, exist_ok=True)
         if options.private and not api.model_info(options.repo).private:
             raise ValueError(f"{options.repo} is there already, and public: --private cannot hide it")
@@ -112,20 +138,72 @@ def explain(error: Exception, options: argparse.Namespace) -> str:
     if isinstance(error, RepositoryNotFoundError):
         return f"there is no repository {options.repo} that this token may see"
     if isinstance(error, RuntimeError):  # what uploading a large file makes of any error
-        return f"{error} {error.__cause__ or ''}. The same command can be repeated"
+        return f"{_first_line(error)} {_first_line(error.__cause__)}. The same command can be repeated"
     if not isinstance(error, HfHubHTTPError):
-        return f"the Hub at {constants.ENDPOINT} cannot be reached: {error}. The same command can be repeated"
+        return (
+            f"the Hub at {constants.ENDPOINT} cannot be reached: {_first_line(error)}. The same command can be repeated"
+        )
     reasons = {
         401: "the Hub does not know this token: look at HF_TOKEN, or run `hf auth login` again",
-        403: f"this token has no permission to write to {options.repo}: {error.server_message or error}",
+        403: f"this token has no permission to write to {options.repo}, or the Hub has no room for it: "
+        f"{error.server_message or _first_line(error)}",
     }
-    return reasons.get(error.response.status_code, f"the Hub refused: {error}. The same command can be repeated")
+    refusal = f"the Hub refused: {_first_line(error)}. The same command can be repeated"
+    return reasons.get(error.response.status_code, refusal)
+
+
+def _first_line(error: BaseException | None) -> str:
+    return (str(error).strip().splitlines() or [""])[0].rstrip(".") if error else ""
+
+
+STRANGER = """
+import hashlib, sys
+sys.modules["hf_vanilla_trm"] = None  # importing it fails
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+source = {"revision": sys.argv[2], "trust_remote_code": True}
+AutoTokenizer.from_pretrained(sys.argv[1], **source)
+model = AutoModelForSeq2SeqLM.from_pretrained(sys.argv[1], **source)
+digest = hashlib.sha256()
+for name, tensor in sorted(model.state_dict().items()):
+    digest.update(name.encode() + tensor.float().numpy().tobytes())
+print(digest.hexdigest())
+"""
+"""A program that loads a model by the code of its repository; what transformers offers to whom has no package."""
+
+
+def verify_as_a_stranger(tensors: dict[str, torch.Tensor], repo: str, commit: str, cache: str) -> None:
+    """Load a commit in a process that has nothing of this project, and compare its tensors.
+
+    Raises:
+        OSError: If it cannot be loaded.
+        ValueError: If a tensor differs.
+    """
+    environment = os.environ | {
+        "HF_HOME": cache,
+        "HF_ENDPOINT": constants.ENDPOINT,
+        "HF_TOKEN": get_token() or "",
+        "HF_HUB_OFFLINE": "0",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }
+    command = [sys.executable, "-c", STRANGER, repo, commit]
+    process = subprocess.run(command, cwd=cache, env=environment, capture_output=True, text=True, check=False)
+    if process.returncode:
+        reason = (process.stderr.strip().splitlines() or [""])[-1]
+        raise OSError(f"without the package, by trust_remote_code, it cannot be loaded: {reason}")
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(name.encode() + tensor.float().numpy().tobytes())
+    if process.stdout.split()[-1] != digest.hexdigest():
+        raise ValueError("loaded without the package, by trust_remote_code, its weights are others")
 
 
 def verify(
     run: Run, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace, commit: str
 ) -> None:
     """Load the commit back, from the Hub and not from a cache, and compare it with the model that was published.
+
+    Once with the package, and once as a stranger would, by the code in the repository.
 
     Raises:
         OSError: If it cannot be loaded.
@@ -140,7 +218,8 @@ def verify(
         different += [name for name in tensors if name in others and not torch.equal(tensors[name], others[name])]
         if different:
             raise ValueError(f"{different[0]} is not that of {run.model}")
-    lines = run.examples[:3]
+        verify_as_a_stranger(tensors, options.repo, commit, cache)
+    lines = [source for source, _, _ in run.examples[:3]]
     translations = translate_all(model, tokenizer, lines, decoding_config(model))
     if translate_all(published, published_tokenizer, lines, decoding_config(published)) != translations:
         raise ValueError(f"it does not translate like {run.model}")

@@ -1,5 +1,6 @@
 """What a run writes about itself: its origin (run.json), its metrics (metrics.jsonl, curves.png) and its results."""
 
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -60,6 +61,22 @@ class RunLog:
                 "with --allow_changes"
             )
 
+    def check_inputs(self, inputs: dict[str, str]) -> None:
+        """Refuse to continue a run on other data or another model than it was begun with, whatever their names.
+
+        Args:
+            inputs: What the run reads, by name, each with a digest of its content.
+
+        Raises:
+            ValueError: If something has another content than the run recorded.
+        """
+        recorded = (self._read_run_file() or {}).get("resolved", {}).get("inputs", inputs)
+        changed = [name for name in inputs if recorded.get(name) != inputs[name]]
+        if changed:
+            raise ValueError(
+                f"since {self.run} was begun, what it reads has changed: {', '.join(changed)}. Use another output_dir"
+            )
+
     def begin(self, arguments: dict[str, Any], *, update: int, resolved: dict[str, Any]) -> None:
         """Record the resolved arguments and the session's origin, before its first step.
 
@@ -89,10 +106,11 @@ class RunLog:
         self.accelerator.log(numbers, step=update)
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Return the lines of metrics.jsonl."""
+        """Return the lines of metrics.jsonl, without a last one that was not written to its end."""
         if not self.metrics_file.exists():
             return []
-        return [json.loads(line) for line in self.metrics_file.read_text().splitlines()]
+        lines = self.metrics_file.read_text().split("\n")
+        return [json.loads(line) for line in lines[:-1]]
 
     def plot(self) -> None:
         """Draw curves.png: both losses, and the validation's BLEU, chrF and exact match, over updates."""
@@ -125,9 +143,10 @@ class RunLog:
         os.replace(temporary, self.run / "curves.png")
 
     def results(self, values: dict[str, Any]) -> None:
-        """Write results.json, which says that the run is finished."""
+        """Write results.json, which says that the run is finished, and of which weights the results are."""
         if self.accelerator.is_main_process:
-            _write_json(self.results_file, {**values, "command": shlex.join(sys.orig_argv)})
+            origin = {"weights": weights_digest(self.run / "best"), "command": shlex.join(sys.orig_argv)}
+            _write_json(self.results_file, {**values, **origin})
 
     def _settings(self, arguments: dict[str, Any]) -> dict[str, Any]:
         return {**arguments, "num_processes": self.accelerator.num_processes}
@@ -138,7 +157,7 @@ class RunLog:
     def _keep_metrics_until(self, update: int) -> None:
         """Drop what an interrupted session logged after its last checkpoint: it will be logged again."""
         kept = [row for row in self.read_metrics() if row["update"] <= update and update > 0]
-        self.metrics_file.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        _write(self.metrics_file, "".join(json.dumps(row) + "\n" for row in kept))
         self.results_file.unlink(missing_ok=True)
 
 
@@ -189,7 +208,19 @@ def _cpu_name() -> str:
         return platform.processor()
 
 
+def weights_digest(folder: Path) -> str:
+    """Return a digest of a folder's safetensors files."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.glob("*.safetensors")):
+        digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
 def _write_json(file: Path, value: object) -> None:
+    _write(file, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def _write(file: Path, text: str) -> None:
     temporary = file.with_name(f".{file.name}")
-    temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    temporary.write_text(text)
     os.replace(temporary, file)

@@ -21,7 +21,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_vanilla_trm import VanillaTrmConfig, VanillaTrmForConditionalGeneration
-from training.arguments import DataArguments, ModelArguments, RecipeArguments, parse_arguments
+from training.arguments import DataArguments, ModelArguments, PairArguments, RecipeArguments, parse_arguments
 from training.checkpoint import find_checkpoints
 from training.data import load_pairs, tokenize_pairs
 from training.evaluation import Evaluator, spaced_rows
@@ -182,17 +182,31 @@ def prepare_tokenizer(
 
 
 def tokenize_splits(
-    splits: DatasetDict, tokenizer: PreTrainedTokenizerBase, arguments: DataArguments, accelerator: Accelerator
+    splits: DatasetDict,
+    tokenizer: PreTrainedTokenizerBase,
+    arguments: PairArguments,
+    accelerator: Accelerator,
+    *,
+    cut_evaluation: bool = True,
 ) -> dict[str, Dataset]:
-    """Tokenise every split; rows unfit for training are dropped from it and reported, evaluation keeps all."""
+    """Tokenise every split; rows unfit for training are dropped from it and reported, evaluation keeps all.
+
+    Args:
+        splits: Texts.
+        tokenizer: The model's.
+        arguments: The limits.
+        accelerator: Lets the main process fill the cache of the others.
+        cut_evaluation: Whether the limits cut rows of the evaluation: fit for a loss, not for translating them.
+    """
     tokenized = {}
     with accelerator.main_process_first():
         for name, split in splits.items():
+            limited = name == "train" or cut_evaluation
             tokenized[name], counts = tokenize_pairs(
                 split,
                 tokenizer,
-                max_source_length=arguments.max_source_length,
-                max_target_length=arguments.max_target_length,
+                max_source_length=arguments.max_source_length if limited else sys.maxsize,
+                max_target_length=arguments.max_target_length if limited else sys.maxsize,
                 drop=name == "train",
             )
             logger.info("%s: %s", name, counts)
@@ -246,26 +260,30 @@ def report(loop: TrainingLoop, reason: str, evaluators: dict[str, Evaluator], lo
     }
     for split, evaluator in evaluators.items():
         results[split] = evaluator.final(model)
-        shown = (f"{name} {value:.2f}" if isinstance(value, float) else value for name, value in results[split].items())
+        shown = (
+            f"{name} {value:.2f}" if isinstance(value, float) else f"{value}" for name, value in results[split].items()
+        )
         logger.info("%s, best model, num_beams %d: %s", split, recipe.num_beams, ", ".join(shown))
     if accelerator.is_main_process:
         for split in ("test", "validation"):
             if split in evaluators:
-                write_examples(loop.run, evaluators[split].sources, model, tokenizer, recipe)
+                write_examples(loop.run, evaluators[split], model, tokenizer, recipe)
                 break
     log.results(results)
     logger.info("training stopped: %s. The results are in %s", reason, log.results_file)
 
 
 def write_examples(
-    run: Path, sources: list[str], model: Any, tokenizer: PreTrainedTokenizerBase, recipe: RecipeArguments
+    run: Path, evaluator: Evaluator, model: Any, tokenizer: PreTrainedTokenizerBase, recipe: RecipeArguments
 ) -> None:
-    """Write some sources and their translations, which `python -m training.translate` gives again, byte for byte."""
-    chosen = [as_line(sources[row]) for row in spaced_rows(len(sources), recipe.num_samples)]
+    """Write some sources, references and translations; `python -m training.translate` gives these, byte for byte."""
+    rows = spaced_rows(len(evaluator.sources), recipe.num_samples)
+    chosen = [as_line(evaluator.sources[row]) for row in rows]
+    references = [as_line(evaluator.references[row]) for row in rows]
     translations = translate_all(
         model, tokenizer, chosen, decoding_config(model), batch_tokens=recipe.eval_batch_tokens
     )
-    for name, lines in (("source", chosen), ("translation", translations)):
+    for name, lines in (("source", chosen), ("reference", references), ("translation", translations)):
         (run / f"examples.{name}.txt").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     for source, translation in zip(chosen, translations, strict=True):
         logger.info("example\n  source      %s\n  translation %s", source, translation)

@@ -1,5 +1,6 @@
 """Hugging Face's Trainer, with this project's loss, order of data, decoding and log."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,6 +34,9 @@ class FineTuningTrainer(Seq2SeqTrainer):
     - The order of an epoch follows from (seed, epoch) alone, so that a continued run sees the same batches.
     - Evaluation decodes as `training.translate` does, keeps the rows in order, counts none twice, and its loss is per
       target token.
+
+    Of several processes, accelerate has each make equally many batches: the last update of an epoch repeats some rows
+    from its beginning where they do not come out even.
 
     Args:
         *arguments: Those of `Seq2SeqTrainer`.
@@ -110,6 +114,9 @@ class FineTuningTrainer(Seq2SeqTrainer):
             stopping_criteria=StoppingCriteriaList([StopAtOwnLength(caps)]),
             **chosen,
         )
+        texts = self.processing_class.batch_decode(inputs["input_ids"], skip_special_tokens=True)
+        is_blank = torch.tensor([not text.strip() for text in texts], device=generated.device)
+        generated[is_blank] = self.processing_class.pad_token_id  # a blank line stays blank
         return None, generated, inputs["labels"]
 
     def evaluation_loop(self, dataloader: Any, *arguments: Any, metric_key_prefix: str = "eval", **options: Any) -> Any:
@@ -184,6 +191,10 @@ def make_compute_metrics(
     return compute_metrics
 
 
+class TrainingDivergedError(Exception):
+    """A loss is no longer a finite number."""
+
+
 class RunRecorder(TrainerCallback):
     """Writes what the Trainer logs to metrics.jsonl and curves.png, under the names that `training.train` uses.
 
@@ -214,10 +225,16 @@ class RunRecorder(TrainerCallback):
         control.should_log |= control.should_evaluate or control.should_save
 
     def on_log(self, args: Any, state: Any, control: Any, *, logs: dict[str, Any], **options: Any) -> None:
-        """Write one line."""
+        """Write one line.
+
+        Raises:
+            TrainingDivergedError: If a value is not a finite number.
+        """
         names = {"loss": "train_loss", "learning_rate": "learning_rate"}
         names |= {f"eval_{name}": f"validation_{name}" for name in ("loss", "bleu", "chrf", "exact_match")}
         values = {name: logs[key] for key, name in names.items() if key in logs}
+        if not all(math.isfinite(value) for value in values.values()):
+            raise TrainingDivergedError(f"update {state.global_step}: {values}")
         if values:  # the Trainer's last line, of times, has none of them
             so_far = {"target_tokens": int(self.trainer.target_tokens), "minutes": round(self.minutes, 2)}
             self.log.metrics(state.global_step, {"epoch": state.epoch, **values, **so_far})
