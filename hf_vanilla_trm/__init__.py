@@ -22,6 +22,7 @@ from .modeling_vanilla_trm import (
     VanillaTrmModel,
     VanillaTrmPreTrainedModel,
 )
+from .sharing import share_parameters, unshare_parameters
 
 if VanillaTrmConfig.model_type in CONFIG_MAPPING_NAMES:
     raise ValueError(
@@ -47,4 +48,6 @@ __all__ = [
     "VanillaTrmForSequenceClassification",
     "VanillaTrmModel",
     "VanillaTrmPreTrainedModel",
+    "share_parameters",
+    "unshare_parameters",
 ]

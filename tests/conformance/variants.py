@@ -3,13 +3,19 @@
 from itertools import combinations, product
 
 FACTORS = {
-    "sharing": {"none": {}},
+    "sharing": {
+        "none": {},
+        "attention": {"parameter_sharing": "attention"},
+        "ffn": {"parameter_sharing": "ffn"},
+        "all": {"parameter_sharing": "all"},
+    },
     "ties": {
         "tied": {},
         "untied": {"tie_word_embeddings": False},
         "separate": {"share_encoder_decoder_embeddings": False},
     },
     "depths": {"equal": {}, "unequal": {"encoder_layers": 1}},
+    "embeddings": {"full": {}, "factorised": {"embedding_size": 16}},
 }
 
 
