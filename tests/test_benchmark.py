@@ -9,8 +9,9 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
-from hf_vanilla_trm import VanillaTrmForConditionalGeneration
+from hf_vanilla_trm import VanillaTrmConfig, VanillaTrmForConditionalGeneration
 from tests.conftest import tiny_config
+from training import step_speed
 from training.arguments import ModelArguments
 from training.benchmark import fresh_loss, main, summarise, table, write_reverse_task, xavier
 from training.loop import TrainingLoop
@@ -167,3 +168,32 @@ def test_the_threshold_counts_as_reached_at_the_first_evaluation_not_below_it(tm
     a, b = (line.strip("| ").split(" | ") for line in table(report).splitlines()[2:])
     assert a == ["`a`: W", "97.0 % after 40 updates", "20", "2.0", "9.00"]
     assert b == ["`b`: W", "97.0 % after 40 updates", "never", "never", "9.00"]
+
+
+def test_the_benchmark_of_sharing_modes_reports_ratios_of_what_it_timed(tmp_path, capsys, monkeypatch):
+    clock = iter(range(10_000))
+    slowness = {"none": 2.0, "attention": 1.0, "ffn": 4.0, "all": 2.0}
+
+    def scripted(steps, rounds):
+        for step in steps.values():
+            step()
+        return {name: [slowness[name] * (1 + next(clock) % 2) for _ in range(rounds)] for name in steps}
+
+    monkeypatch.setattr(step_speed, "seconds_in_turn", scripted)
+    flags = ["--size=tiny", "--vocab_size=50", "--sentences=2", "--length=3", "--rounds=4"]
+    assert main(["sharing", *flags, f"--output_dir={tmp_path}"]) == 0
+    rows = json.loads((tmp_path / "sharing.json").read_text())["rows"]
+    assert {row["mode"]: row["speed_ratio"] for row in rows} == {"none": 1, "attention": 2, "ffn": 0.5, "all": 1}
+    for row in rows:
+        config = VanillaTrmConfig(vocab_size=50, parameter_sharing=row["mode"], **step_speed.SIZES["tiny"])
+        numbers = sum(parameter.numel() for parameter in VanillaTrmForConditionalGeneration(config).parameters())
+        assert 4 * numbers < row["file_bytes"] < 4 * numbers + 40_000
+    assert "| all | 3.000 | 1.000 (1.000, 1.000) |" in capsys.readouterr().out
+
+
+def test_steps_are_timed_in_turn():
+    calls = []
+    steps = {name: lambda name=name: calls.append(name) for name in ("a", "b")}
+    times = step_speed.seconds_in_turn(steps, 3)
+    assert calls == ["a", "b"] * 4
+    assert [len(seconds) for seconds in times.values()] == [3, 3]

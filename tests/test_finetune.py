@@ -909,6 +909,7 @@ def test_what_the_user_got_wrong_is_one_line_and_not_a_traceback(finetune, capsy
         (["--greater_is_better", "true"], "greater_is_better cannot be given"),
         (["--learning_rate", -1], "learning_rate (-1.0) must be positive"),
         (["--max_steps", -1, "--num_train_epochs", 0], "num_train_epochs (0.0) must be positive"),
+        (["--fsdp", "full_shard"], "fsdp cannot be given: here every process has the whole model"),
         (["--save_only_model"], "save_only_model cannot be given: the run could not be continued exactly"),
         (["--ignore_data_skip"], "ignore_data_skip cannot be given"),
         (["--no_restore_callback_states_from_checkpoint"], "restore_callback_states_from_checkpoint cannot be given"),
@@ -974,6 +975,12 @@ def test_fewer_processes_than_the_launcher_was_asked_for_are_refused(finetune, m
     monkeypatch.setattr(training.finetune, "processes_asked_for", lambda: 2)
     assert finetune() == 1
     assert "asked for 2 processes, but 1 would train together" in capsys.readouterr().err
+
+
+def test_fsdp_that_accelerate_would_ignore_is_refused(finetune, monkeypatch, capsys):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert finetune() == 1
+    assert "the launcher was asked for FSDP, but accelerate runs NO" in capsys.readouterr().err
 
 
 def test_one_process_that_would_split_batches_over_several_gpus_is_refused(finetune, monkeypatch, capsys):

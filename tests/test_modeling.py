@@ -25,6 +25,13 @@ TIES = [
         id="separate vocabularies, output untied",
     ),
 ]
+SEPARATE = {"share_encoder_decoder_embeddings": False, "decoder_vocab_size": 25}
+SHARING = [
+    pytest.param({"parameter_sharing": "all", "embedding_size": 12}, id="all shared, factorised"),
+    pytest.param({"parameter_sharing": "attention"}, id="attention shared"),
+    pytest.param({"parameter_sharing": "ffn", "embedding_size": 12} | SEPARATE, id="ffn shared, separate, factorised"),
+]
+VARIANTS = [*TIES, *SHARING]
 
 
 def paper_positions(length, d_model):
@@ -77,7 +84,7 @@ def test_the_number_of_parameters_is_the_closed_formula(d_model, d_ff, layers, v
 
 
 @pytest.mark.parametrize(("dtype", "shard_size"), [(torch.float32, "50GB"), (torch.bfloat16, "4KB")])
-@pytest.mark.parametrize("changes", TIES)
+@pytest.mark.parametrize("changes", VARIANTS)
 def test_saved_tensors_come_back_bit_for_bit_by_class_and_by_auto_class(tmp_path, changes, dtype, shard_size):
     config = tiny_config(**changes, attention_bias=True, output_bias=True)
     model = number_weights(VanillaTrmForConditionalGeneration(config).to(dtype))
@@ -127,7 +134,7 @@ def test_a_head_is_drawn_for_a_checkpoint_without_one_and_the_rest_is_kept(tmp_p
     assert all(torch.equal(tensor, expected[name]) for name, tensor in whole.model.state_dict().items())
 
 
-@pytest.mark.parametrize("changes", TIES)
+@pytest.mark.parametrize("changes", VARIANTS)
 def test_each_unique_tensor_is_saved_once_and_ties_survive(tmp_path, changes):
     model = tiny_model(**changes)
     model.save_pretrained(tmp_path)
@@ -212,7 +219,7 @@ def test_an_old_file_with_a_saved_position_table_still_loads_and_its_table_is_no
     torch.testing.assert_close(bare.decoder.embed_positions.table.double(), paper_positions(40, 16), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("changes", TIES)
+@pytest.mark.parametrize("changes", VARIANTS)
 def test_ties_are_a_mapping_and_leave_no_parameter_without_a_use(batch, changes):
     model = tiny_model(**changes)
     names = dict(model.named_parameters(remove_duplicate=False))
@@ -224,11 +231,8 @@ def test_ties_are_a_mapping_and_leave_no_parameter_without_a_use(batch, changes)
     assert model.all_tied_weights_keys.keys() | set(model.all_tied_weights_keys.values()) <= names.keys()
     assert not model.all_tied_weights_keys.keys() & set(model.all_tied_weights_keys.values())
     aliases = len(names) - len(dict(model.named_parameters()))
-    assert (
-        len(model.all_tied_weights_keys)
-        == aliases
-        == 2 * changes.get("share_encoder_decoder_embeddings", True) + changes.get("tie_word_embeddings", True)
-    )
+    ties = 2 * changes.get("share_encoder_decoder_embeddings", True) + changes.get("tie_word_embeddings", True)
+    assert len(model.all_tied_weights_keys) == aliases == ties + ("embedding_size" in changes)
     model(**batch).loss.backward()
     unused = [name for name, parameter in model.named_parameters() if parameter.grad is None]
     assert not unused, "a parameter without a gradient breaks DDP and FSDP"
@@ -726,7 +730,7 @@ def test_separate_vocabularies_are_resized_separately(tmp_path, batch, tie_word_
         tiny_model().resize_decoder_token_embeddings(27)
 
 
-@pytest.mark.parametrize("changes", TIES)
+@pytest.mark.parametrize("changes", VARIANTS)
 def test_a_model_without_a_head_is_resized_like_one_with_a_head(tmp_path, batch, changes):
     model = spread_weights(VanillaTrmModel(tiny_config(**changes))).eval()
     shared = changes.get("share_encoder_decoder_embeddings", True)
@@ -768,7 +772,7 @@ COPIES = {
 
 
 @pytest.mark.parametrize("make_copy", COPIES.values(), ids=COPIES)
-@pytest.mark.parametrize("changes", TIES)
+@pytest.mark.parametrize("changes", VARIANTS)
 def test_copies_and_pickles_compute_the_same_and_share_nothing_with_the_original(tmp_path, batch, make_copy, changes):
     model = tiny_model(**changes, max_position_embeddings=6)
     model.save_pretrained(tmp_path)

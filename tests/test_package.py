@@ -23,7 +23,8 @@ ALLOWED = {
     "layers": set(),
     "loss": set(),
     "modeling_vanilla_trm": {"configuration_vanilla_trm", "layers", "loss"},
-    "__init__": {"configuration_vanilla_trm", "modeling_vanilla_trm"},
+    "sharing": {"modeling_vanilla_trm"},
+    "__init__": {"configuration_vanilla_trm", "modeling_vanilla_trm", "sharing"},
 }
 
 

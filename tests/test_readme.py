@@ -26,6 +26,8 @@ TINY_TUNING = "--max_steps 2 --per_device_train_batch_size 4 --eval_strategy ste
 SHRUNKEN = {
     "make demo": f"VENV={{prefix}} -o {{prefix}}/train DEMO_FLAGS='{TINY} --max_length_b 5'",
     "-m training.train": f"{TINY} --vocab_size 300 --d_model 16 --d_ff 16 --num_attention_heads 2 --max_length_b 5",
+    "-m training.compare_sharing": "--modes all --no_wider --no_deeper --min_exact_match 0 "
+    f"--arguments '{TINY} --report_to none --d_model 16 --d_ff 16 --max_length_b 5'",
     "-m training.finetune": f"{TINY_TUNING} --eval_steps 2 --save_steps 2",
 }
 PAIRS = [("Two dogs run.", "Zwei Hunde laufen."), ("A man sleeps.", "Ein Mann schläft."), ("Snow!", "Schnee!")]

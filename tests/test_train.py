@@ -388,6 +388,12 @@ def test_the_number_of_processes_that_the_launcher_was_asked_for_is_known(monkey
     assert processes_asked_for() == 4
 
 
+def test_fsdp_that_accelerate_would_ignore_is_refused(train, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match="the launcher was asked for FSDP, but accelerate runs NO"):
+        train()
+
+
 @pytest.mark.slow
 def test_a_launcher_that_starts_fewer_processes_than_asked_for_is_refused(data, tmp_path):
     command = [*ACCELERATE, "--cpu", "--num_processes", 2, "-m", "training.train", *tiny_flags(data, tmp_path)]

@@ -1,4 +1,6 @@
-"""Benchmarks: `python -m training.benchmark initialisation [--output_dir DIR] [--flag value ...]`.
+"""Benchmarks: `python -m training.benchmark initialisation [--output_dir DIR] [--flag value ...]`, or `sharing`.
+
+`sharing` times a training step of every sharing mode in turn, on one batch, and compares the sizes of their files.
 
 `initialisation` trains the model of `configs/reverse.yaml` to reverse lines of random letters, once for each
 initialisation, with everything else equal, and compares how soon held-out lines are reversed without an error. Flags
@@ -19,12 +21,14 @@ from typing import Any
 
 import matplotlib.figure
 import torch
+import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
 from hf_vanilla_trm import VanillaTrmConfig, VanillaTrmForConditionalGeneration
 from training import train
 from training.arguments import ModelArguments, parse_arguments
+from training.step_speed import SIZES, compare_modes
 
 REVERSE = Path(__file__).parent / "configs" / "reverse.yaml"
 THRESHOLD = 99.0
@@ -68,8 +72,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("--initialisations", nargs="+", choices=INITIALISATIONS, default=list(INITIALISATIONS))
     command.add_argument("--train_lines", type=int, default=50_000, help="Lines to train on.")
     command.add_argument("--held_out_lines", type=int, default=1000, help="Lines to be reversed after training.")
+    sharing = commands.add_parser("sharing", help="Time a step of every sharing mode.", allow_abbrev=False)
+    sharing.add_argument("--size", choices=SIZES, default="base", help="Sizes of the model (default: base).")
+    sharing.add_argument("--vocab_size", type=int, default=37000, help="Tokens (default: 37000).")
+    sharing.add_argument("--sentences", type=int, default=32, help="Sentences of the batch (default: 32).")
+    sharing.add_argument("--length", type=int, default=32, help="Tokens of each (default: 32).")
+    sharing.add_argument("--rounds", type=int, default=9, help="Steps that are timed (default: 9).")
+    sharing.add_argument("--output_dir", type=Path, default=Path("runs/benchmark/sharing"))
     options, flags = parser.parse_known_args(arguments)
+    if options.command == "sharing":
+        if flags:
+            parser.error(f"unrecognized arguments: {' '.join(flags)}")
+        return compare_sharing_modes(options)
     return compare_initialisations(options, ["--config", str(options.config), *flags])
+
+
+def compare_sharing_modes(options: argparse.Namespace) -> int:
+    """Measure, write sharing.json and print a table; return the exit code."""
+    transformers.utils.logging.disable_progress_bar()
+    rows = compare_modes(options.size, options.vocab_size, options.sentences, options.length, options.rounds)
+    options.output_dir.mkdir(parents=True, exist_ok=True)
+    report = {"command": shlex.join(sys.orig_argv), "threads": torch.get_num_threads(), "rows": rows}
+    (options.output_dir / "sharing.json").write_text(json.dumps(report, indent=2) + "\n")
+    print(f"{options.size}, {options.vocab_size:,} words, {options.sentences} x {options.length} tokens, fp32")
+    print("| parameter_sharing | seconds a step | speed against none (lowest, highest) | file | against none |")
+    print("|---|---|---|---|---|")
+    for row in rows:
+        ratios = f"{row['speed_ratio']:.3f} ({row['lowest_ratio']:.3f}, {row['highest_ratio']:.3f})"
+        file = f"{row['file_bytes'] / 1e6:.1f} MB | {row['file_ratio']:.1%}"
+        print(f"| {row['mode']} | {row['seconds']:.3f} | {ratios} | {file} |")
+    return 0
 
 
 def compare_initialisations(options: argparse.Namespace, flags: list[str]) -> int:

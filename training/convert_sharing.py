@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hf_vanilla_trm import share_parameters
-from hf_vanilla_trm.configuration_vanilla_trm import PARAMETER_SHARING_MODES, SHARING_ORDERS
 from training.checkpoint import save_model_folder
 from training.translate import load
 
@@ -20,11 +19,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = argparse.ArgumentParser(description="Change which layers share their parameters.", allow_abbrev=False)
     parser.add_argument("--model", required=True, help="folder or Hub id of a model with tokenizer")
     parser.add_argument("--output", type=Path, required=True, help="folder to write; must not be there")
-    parser.add_argument("--parameter_sharing", required=True, choices=PARAMETER_SHARING_MODES, help="what is shared")
+    parser.add_argument("--parameter_sharing", required=True, help="what is shared: none, attention, ffn or all")
     parser.add_argument("--num_unique_layers", type=int, default=1, help="distinct layers of a stack (default: 1)")
-    parser.add_argument(
-        "--sharing_order", choices=SHARING_ORDERS, default="sequence", help="which depth uses which (default: sequence)"
-    )
+    parser.add_argument("--sharing_order", default="sequence", help="sequence (default), cycle or cycle_reverse")
     return parser.parse_args(arguments)
 
 

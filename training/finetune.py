@@ -41,7 +41,7 @@ from training.data import PairCollator, fingerprint, load_pairs
 from training.evaluation import Evaluator, TranslationMetric
 from training.run_log import RunLog
 from training.tokenizer import load_tokenizer
-from training.train import processes_asked_for, start_logging, tokenize_splits, write_examples
+from training.train import check_fsdp, processes_asked_for, start_logging, tokenize_splits, write_examples
 from training.trainer import FineTuningTrainer, RunRecorder, TrainingDivergedError, make_compute_metrics
 from training.translate import BATCH_TOKENS, load
 
@@ -203,6 +203,9 @@ class TrainerArguments(Seq2SeqTrainingArguments):
             raise ValueError("output_dir is needed: the folder of everything that the run writes")
         if not torch.accelerator.is_available():
             self.use_cpu = True  # or the ranks of a launcher would ignore each other
+        for name in ("fsdp", "deepspeed", "parallelism_config"):
+            if getattr(self, name):
+                raise ValueError(f"{name} cannot be given: here every process has the whole model")
         if self.greater_is_better is not None:
             raise ValueError("greater_is_better cannot be given: it follows from metric_for_best_model")
         if self.eval_strategy == "no":
@@ -252,7 +255,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "hub_token": (None, "set HF_TOKEN or use `hf auth login`: commands are recorded"),
     "generation_config": (None, "edit the model's own generation_config.json"),
     "generation_max_length": (None, "max_length_a and max_length_b in generation_config.json cap translations"),
-    "deepspeed": (None, "fine-tuning supports one process a model"),
     "resume_from_checkpoint": (None, "the same command continues by itself, from the newest checkpoint"),
     "save_only_model": (False, "the run could not be continued exactly"),
     "ignore_data_skip": (False, "the run could not be continued exactly"),
@@ -297,6 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             logger.info("%s is finished: nothing to train", log.run)
             return push(training, card, log.run)
         trainer, evaluators, inputs = prepare(options, data_arguments, training)
+        check_fsdp(trainer.accelerator)
         log = RunLog(log.run, trainer.accelerator)
         if checkpoint is not None:
             log.check_inputs(inputs)

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import torch
 import transformers
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
 from accelerate.commands.config.config_args import default_config_file, load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 from datasets import Dataset, DatasetDict
@@ -119,6 +119,7 @@ def start_accelerator(recipe: RecipeArguments) -> Accelerator:
 
     Raises:
         RuntimeError: If they do not; they would train as many separate models, or fewer would train than asked for.
+        ValueError: If FSDP was asked for in vain.
     """
     accelerator = Accelerator(
         cpu=recipe.use_cpu or not torch.accelerator.is_available(),  # without it, ranks on a CPU ignore each other
@@ -132,12 +133,27 @@ def start_accelerator(recipe: RecipeArguments) -> Accelerator:
             f"the launcher was asked for {asked} processes, but {accelerator.num_processes} would train together; on a "
             "CPU, where `accelerate launch` starts only one, use `torchrun --standalone --nproc_per_node N`"
         )
+    check_fsdp(accelerator)
     if accelerator.device.type == "cpu":
         # `accelerate launch` leaves a CPU one thread unless it is told otherwise.
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         torch.set_num_threads(recipe.cpu_threads or max(1, cores // ranks_here))
     return accelerator
+
+
+def check_fsdp(accelerator: Accelerator) -> None:
+    """Refuse to train whole copies of a model whose parameters were to be divided over the processes.
+
+    Raises:
+        ValueError: If the launcher was asked for FSDP, and accelerate, as it does on a CPU, has taken no notice.
+    """
+    wanted = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true", "yes")
+    if wanted and accelerator.distributed_type != DistributedType.FSDP:
+        raise ValueError(
+            f"the launcher was asked for FSDP, but accelerate runs {accelerator.distributed_type.value}: on a CPU, and "
+            "with one process, there is no FSDP. Launch without it"
+        )
 
 
 def processes_asked_for() -> int:
