@@ -42,7 +42,7 @@ class VanillaTrmConfig(PreTrainedConfig):
         share_encoder_decoder_embeddings: Source and target have one vocabulary and one embedding (section 3.4).
         decoder_vocab_size: Tokens in the target vocabulary, where `share_encoder_decoder_embeddings` is False;
             otherwise `vocab_size`.
-        embedding_size: Width of the embeddings where it is smaller than `d_model`; a matrix without bias, one for
+        embedding_size: Width of the embeddings, at most `d_model`. Where it is smaller, a matrix without bias, one for
             source and target, takes them to `d_model`, and another takes the decoder's output back to that width before
             the output projection (ALBERT's factorised embeddings; Lan et al., 2020, section 3.1).
         parameter_sharing: What the layers of a stack share: "none"; "attention", the projections of self- and of
@@ -271,7 +271,7 @@ class VanillaTrmConfig(PreTrainedConfig):
             )
 
     def validate_parameter_sharing(self) -> None:
-        """Check the sharing fields against each other and both depths."""
+        """Check the sharing fields against each other and the depths, and the width of factorised embeddings."""
         if self.parameter_sharing not in PARAMETER_SHARING_MODES:
             raise ValueError(
                 f"parameter_sharing ({self.parameter_sharing!r}) must be one of {', '.join(PARAMETER_SHARING_MODES)}"
@@ -283,7 +283,7 @@ class VanillaTrmConfig(PreTrainedConfig):
                 f"embedding_size ({self.embedding_size}) must be at least 1 and at most d_model ({self.d_model})"
             )
         if self.parameter_sharing != "none":
-            for name in ("encoder_layers", "decoder_layers"):
+            for name in ("encoder_layers", "decoder_layers") if self.is_encoder_decoder else ("encoder_layers",):
                 if getattr(self, name) % self.num_unique_layers:
                     raise ValueError(
                         f"num_unique_layers ({self.num_unique_layers}) must divide {name} ({getattr(self, name)})"

@@ -300,12 +300,28 @@ HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "
 
 
 def describe_sharing(config: dict[str, Any]) -> str:
-    """What a config, as a dictionary, says of parameter sharing; the same text for the same arrangement of tensors."""
+    """What a config, as a dictionary, says of parameter sharing, in words."""
     mode = config.get("parameter_sharing", "none")
     if mode == "none":
         return "parameter_sharing 'none'"
     unique, order = config.get("num_unique_layers", 1), config.get("sharing_order", "sequence")
     return f"parameter_sharing '{mode}' (num_unique_layers {unique}, sharing_order '{order}')"
+
+
+SHARING_FIELDS = ("parameter_sharing", "num_unique_layers", "sharing_order")
+DEPTH_FIELDS = ("encoder_layers", "decoder_layers", "is_encoder_decoder")
+
+
+def arrangement_of(config: dict[str, Any]) -> tuple[Any, ...]:
+    """What a config, as a dictionary, says of parameter sharing, equal for equal arrangements of the same tensors: the
+    mode and the distinct layer of every depth of both stacks.
+    """
+    fields = VanillaTrmConfig(**{name: config[name] for name in (*SHARING_FIELDS, *DEPTH_FIELDS) if name in config})
+    depths = (fields.encoder_layers, fields.decoder_layers)
+    layers = tuple(tuple(fields.unique_layer_at(depth, total) for depth in range(total)) for total in depths)
+    if layers == tuple(tuple(range(total)) for total in depths):
+        return ("none",)  # every depth has its own, whatever it is called
+    return fields.parameter_sharing, *layers
 
 
 class VanillaTrmPreTrainedModel(PreTrainedModel):
@@ -332,6 +348,22 @@ class VanillaTrmPreTrainedModel(PreTrainedModel):
     def __init__(self, config: VanillaTrmConfig, *args: Any, **kwargs: Any) -> None:
         config.check()  # `from_pretrained(..., pad_token_id=N)` sets a field after the config has checked itself
         super().__init__(config, *args, **kwargs)
+        self.arrangement = arrangement_of(config.to_dict())
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """Save as transformers does.
+
+        Raises:
+            ValueError: The config's sharing fields were changed after the model was built: loaded by such a config, its
+                tensors would be used at other depths.
+        """
+        config = self.config.to_dict()
+        if arrangement_of(config) != self.arrangement:
+            raise ValueError(
+                f"the config was set to {describe_sharing(config)} after the model was built: set it back, or convert "
+                "the model with share_parameters or unshare_parameters"
+            )
+        super().save_pretrained(*args, **kwargs)
 
     @classmethod
     def from_pretrained(
@@ -343,14 +375,20 @@ class VanillaTrmPreTrainedModel(PreTrainedModel):
             ValueError: The checkpoint was saved by a model that shares its parameters otherwise: its tensors would fill
                 some of this model's, and leave others as they were drawn.
         """
-        if pretrained_model_name_or_path is not None and not isinstance(config, str | os.PathLike):
-            where = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
+        where = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
+        saved: dict[str, Any] = {}
+        if pretrained_model_name_or_path is not None:
             saved, _ = PreTrainedConfig.get_config_dict(pretrained_model_name_or_path, **where)
-            wanted = saved | kwargs if config is None else config.to_dict()
-            if (in_checkpoint := describe_sharing(saved)) != (in_model := describe_sharing(wanted)):
+        if saved:  # a folder of weights alone says nothing
+            if isinstance(config, str | os.PathLike):
+                wanted, _ = PreTrainedConfig.get_config_dict(config, **where)
+            else:
+                wanted = saved | kwargs if config is None else config.to_dict()
+            if arrangement_of(saved) != arrangement_of(wanted):
                 raise ValueError(
-                    f"{pretrained_model_name_or_path} has {in_checkpoint}, and cannot be loaded into a model with "
-                    f"{in_model}: hf_vanilla_trm.share_parameters and unshare_parameters convert one to the other"
+                    f"{pretrained_model_name_or_path} has {describe_sharing(saved)}, and cannot be loaded into a model "
+                    f"with {describe_sharing(wanted)}: share_parameters and unshare_parameters of the package convert "
+                    "one to the other"
                 )
         return super().from_pretrained(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
 
@@ -452,35 +490,35 @@ class VanillaTrmStack(VanillaTrmPreTrainedModel):
         self.embed_projection = _projection(config.embedding_width, config.d_model)
         self.embed_positions = SinusoidalPositions(config.max_position_embeddings, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
-        shared = SHARED_SUBLAYERS[config.parameter_sharing]
-        stored = config.num_unique_layers if config.parameter_sharing == "all" else num_layers
+        # Kept here, for the config may be set to something else afterwards.
+        uses = [config.unique_layer_at(depth, num_layers) for depth in range(num_layers)]
+        self.shares_layers = config.parameter_sharing == "all"
+        self.shared_sublayers = SHARED_SUBLAYERS[config.parameter_sharing]
+        self.layer_of_depth = uses if self.shares_layers else list(range(num_layers))
+        self.lender_of_depth = [uses.index(use) for use in uses]  # the first depth that uses the same
         self.layers = nn.ModuleList(
-            layer_class(config, borrows=() if self._owner(depth) == depth else shared) for depth in range(stored)
+            layer_class(config, borrows=() if self.lender_of_depth[depth] == depth else self.shared_sublayers)
+            for depth in range(max(self.layer_of_depth) + 1)
         )
         self.gradient_checkpointing = False
         self.post_init()
         # While a layer's weights are gathered for its own call alone, another depth cannot use a part of it, unless
         # that part is gathered by itself.
-        parts = {f"layers.*.{name}": "free_full_weight" for name in shared if hasattr(self.layers[0], name)}
+        names = [name for name in self.shared_sublayers if hasattr(self.layers[0], name)]
+        parts = {f"layers.*.{name}": "free_full_weight" for name in names}
         self._fsdp_plan = {**self.fsdp_plan, **parts}
-
-    def _owner(self, depth: int) -> int:
-        """The first depth that uses the distinct layer of `depth`."""
-        uses = [self.config.unique_layer_at(other, self.num_layers) for other in range(depth + 1)]
-        return uses.index(uses[depth])
 
     def layer_at(self, depth: int) -> nn.Module:
         """The layer called at `depth`, counted from 0."""
-        if self.config.parameter_sharing == "all":
-            return self.layers[self.config.unique_layer_at(depth, self.num_layers)]
-        return self.layers[depth]
+        return self.layers[self.layer_of_depth[depth]]
 
     def _lent_to(self, depth: int) -> dict[str, nn.Module]:
         """The sub-modules that the layer at `depth` uses and an earlier one has, by name."""
-        names = SHARED_SUBLAYERS[self.config.parameter_sharing]
-        if not names or (owner := self._owner(depth)) == depth:
+        lender = self.lender_of_depth[depth]
+        if lender == depth or not self.shared_sublayers:
             return {}
-        return {name: getattr(self.layers[owner], name) for name in names if hasattr(self.layers[owner], name)}
+        names = [name for name in self.shared_sublayers if hasattr(self.layers[lender], name)]
+        return {name: getattr(self.layers[lender], name) for name in names}
 
     def borrowed_at(self, depth: int) -> dict[str, Callable[..., Any]]:
         """The arguments with which the layer at `depth` is called: what it uses of an earlier one."""

@@ -99,3 +99,11 @@ def test_nothing_is_overwritten(run, tmp_path, capsys):
         assert "exists and is not empty: nothing is overwritten" in capsys.readouterr().err
     assert (tmp_path / "notes.txt").read_text() == "mine"
     assert len(list((run / "checkpoints").iterdir())) == 3
+
+
+def test_the_same_tensors_at_other_depths_are_not_averaged(tmp_path):
+    for order in ("sequence", "cycle"):
+        depths = {"encoder_layers": 4, "decoder_layers": 4, "num_unique_layers": 2}
+        tiny_model(parameter_sharing="all", sharing_order=order, **depths).save_pretrained(tmp_path / order)
+    with pytest.raises(ValueError, match="share their parameters otherwise"):
+        average_checkpoints([tmp_path / "sequence", tmp_path / "cycle"])

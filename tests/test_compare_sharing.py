@@ -15,6 +15,7 @@ from hf_vanilla_trm import VanillaTrmConfig, VanillaTrmForConditionalGeneration
 from tests.conftest import tiny_config
 from training import compare_sharing
 from training.compare_sharing import CompareArguments, changed, main, variants_of
+from training.evaluation import TranslationMetric
 from training.memory import peak_memory, reset_peak_memory
 
 WORDS = ["der", "hund", "katze", "haus", "baum", "sieht"]
@@ -74,12 +75,51 @@ def test_fewer_ways_may_be_asked_for():
         ({"seeds": ""}, "must be numbers"),
         ({"seeds": "1 x"}, "must be numbers"),
         ({"num_bootstrap": 1}, r"num_bootstrap \(1\)"),
+        ({"arguments": "--seed 7"}, "arguments: --seed is given to each run by this command"),
+        ({"arguments": "--output_dir=x"}, "arguments: --output_dir is given"),
         ({"min_exact_match": 101.0}, r"min_exact_match \(101.0\)"),
     ],
 )
 def test_a_bad_argument_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         arguments_of(**options)
+
+
+def test_what_is_named_twice_is_run_once():
+    options = arguments_of(seeds="042 42 7", modes="all all")
+    assert (options.seeds, options.modes) == ("42 7", "all")
+
+
+def test_a_number_that_the_unshared_model_ignores_does_not_reach_the_sharing_ones():
+    unshared = tiny_config(num_unique_layers=2, sharing_order="cycle")
+    variants = {variant.name: changed(unshared, **variant.changes) for variant in variants_of(unshared, arguments_of())}
+    assert parameters(variants["all"]) < parameters(unshared)
+    assert variants["all"].num_unique_layers == variants["all wider"].num_unique_layers == 1
+
+
+def test_one_layer_of_the_smallest_width_has_a_wider_one():
+    unshared = tiny_config(d_model=2, d_ff=3, encoder_layers=1, decoder_layers=1)
+    assert len(variants_of(unshared, arguments_of(deeper=False))) == 6
+
+
+@pytest.mark.parametrize("right", [0, 1, 5, 200])
+def test_intervals_hold_the_score_however_weak_the_model(right):
+    """Independent: the standard deviation of the mean of right lines, by the binomial formula."""
+    references = [f"the number {number} is written here" for number in range(200)]
+    translations = [*references[:right], *["q"] * (200 - right)]
+    metric = TranslationMetric()
+    ends = compare_sharing.intervals(metric, translations, references, 400)
+    scores = metric.compute(predictions=translations, references=references)
+    for name in ("bleu", "chrf"):
+        low, high = ends[f"{name}_low"], ends[f"{name}_high"]
+        assert low - 1e-9 <= scores[name] <= high + 1e-9
+        assert json.dumps(ends)
+        if right in (0, 200):
+            assert low == high
+    if right == 5:  # chrF of such lines is close to the share of right ones
+        share = right / 200
+        spread = 2 * 1.96 * 100 * (share * (1 - share) / 200) ** 0.5
+        assert ends["chrf_high"] - ends["chrf_low"] == pytest.approx(spread, rel=0.6)
 
 
 def test_the_peak_of_memory_begins_anew():
@@ -176,7 +216,7 @@ def test_all_runs_have_the_same_recipe_and_differ_in_their_layers_and_seeds_alon
     compare("--seeds=1 2", "--modes=all ffn", "--no_wider", "--no_deeper", "--arguments=--learning_rate 0.01")
     arguments = [json.loads(file.read_text())["arguments"] for file in compare.folder.glob("runs/*/run.json")]
     differing = {name for name in arguments[0] if len({str(run[name]) for run in arguments}) > 1}
-    assert differing == {"parameter_sharing", "seed", "output_dir"}
+    assert differing == {"parameter_sharing", "num_unique_layers", "sharing_order", "seed", "output_dir"}
     assert {run["learning_rate"] for run in arguments} == {0.01}
     pairs = {(run["parameter_sharing"], run["seed"]) for run in arguments}
     assert pairs == {(mode, seed) for mode in (None, "all", "ffn") for seed in (1, 2)}
@@ -230,6 +270,30 @@ def test_a_failed_run_is_named_and_tried_again(compare, capsys):
     error = capsys.readouterr().err
     assert "a run failed, and the same command tries it again: " in error
     assert "training.train" in error
+
+
+def test_a_base_that_cannot_be_compared_is_refused_before_any_training(compare, capsys):
+    assert compare("--arguments=--encoder_layers 2") == 1
+    assert "deeper: encoder_layers (2) and decoder_layers (1) differ" in capsys.readouterr().err
+    assert compare.commands == []
+
+
+def test_scores_are_measured_again_where_they_were_measured_otherwise_or_not_to_the_end(compare):
+    flags = ["--no_wider", "--no_deeper", "--modes=all"]
+    compare(*flags)
+    file = compare.folder / "runs" / "all-42" / "decoding.json"
+    file.write_text(file.read_text()[:40])
+    assert compare(*flags, "--num_bootstrap=30") == 0
+    assert compare.commands == []
+    assert {json.loads(path.read_text())["inputs"]["num_bootstrap"] for path in file.parent.parent.glob("*/dec*")} == {
+        30
+    }
+
+
+def test_without_a_test_split_the_table_says_that_the_scores_are_of_validation(compare):
+    compare.base.write_text("".join(line for line in compare.base.open() if not line.startswith("test_")))
+    assert compare("--no_wider", "--no_deeper", "--modes=all") == 0
+    assert "intervals over the validation lines" in (compare.folder / "table.md").read_text()
 
 
 def test_a_comparison_with_a_weak_unshared_model_does_not_count(compare, capsys):

@@ -670,6 +670,7 @@ def test_a_finished_run_is_left_alone_and_other_arguments_are_refused(finetune, 
     error = capsys.readouterr().err
     assert "lora_rank was 0, is 2" in error
     assert "max_steps was 6, is 8" in error
+    assert "allow_changes" not in error
     assert {path: path.stat().st_mtime_ns for path in finetune.folder.rglob("*")} == before
     assert finetune("--model", finetune.folder / "best", "--max_steps", 3, folder="further") == 0
 
@@ -883,6 +884,7 @@ def test_adapters_are_not_taken_for_a_model(finetune, capsys):
          "early_stopping_patience (2) needs validation"),
         ([*PUSH, "--license", "mit", "--datasets", "words"], "push_to_hub needs language for the model's card"),
         ([*PUSH, "--language", "en de"], "push_to_hub needs license, datasets for the model's card"),
+        ([*PUSH, *CARD, "--num_samples", 0], "push_to_hub needs num_samples above 0"),
         ([*PUSH, *CARD], "there is no token: set HF_TOKEN, or run `hf auth login`"),
     ],
 )  # fmt: skip

@@ -184,7 +184,7 @@ def test_the_folder_of_a_data_set_is_not_published_as_its_name(run, tmp_path):
         ({"share_encoder_decoder_embeddings": False}, "for the source, and another for target and output)"),
         (
             {"parameter_sharing": "all", "num_unique_layers": 2, "embedding_size": 8},
-            "embeddings of width 8; all parameters shared across layers (2 distinct in each stack))",
+            "embeddings of width 8; all parameters shared across layers (2 distinct in each stack, order sequence))",
         ),
     ],
 )

@@ -24,7 +24,8 @@ from tests.conftest import tiny_config, tiny_model
 from training.tokenizer import train_tokenizer
 
 PACKAGE = Path(hf_vanilla_trm.__file__).parent
-CODE = {path.name for path in PACKAGE.glob("*.py")} - {"__init__.py"}
+# All that a model is; to convert it, one has the package.
+CODE = {path.name for path in PACKAGE.glob("*.py")} - {"__init__.py", "sharing.py"}
 HARD_TEXTS = [
     "Grüße, Ärger  und Öl .",
     "x != y . Was ?",

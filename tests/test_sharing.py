@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, MarianConfig, MarianMTModel
 
 from hf_vanilla_trm import (
     VanillaTrmConfig,
@@ -214,6 +214,64 @@ def test_a_checkpoint_is_not_loaded_into_another_arrangement(tmp_path, changes, 
     assert words in str(error.value)
     assert "has parameter_sharing 'all' (num_unique_layers 3, sharing_order 'cycle')" in str(error.value)
     assert loader.from_pretrained(tmp_path, config=config).config.num_unique_layers == 3
+
+
+def test_a_checkpoint_is_not_loaded_by_the_config_of_another_folder(tmp_path):
+    for order in ("cycle", "sequence"):
+        config = tiny_config(encoder_layers=6, decoder_layers=6, num_unique_layers=3, parameter_sharing="all")
+        config.sharing_order = order
+        VanillaTrmForConditionalGeneration(config).save_pretrained(tmp_path / order)
+    with pytest.raises(ValueError, match="cannot be loaded into a model"):
+        VanillaTrmForConditionalGeneration.from_pretrained(tmp_path / "cycle", config=str(tmp_path / "sequence"))
+
+
+def test_weights_without_a_config_load_into_the_config_that_is_given(tmp_path, batch):
+    model = tiny_model(parameter_sharing="all")
+    model.save_pretrained(tmp_path)
+    (tmp_path / "config.json").unlink()
+    loaded = VanillaTrmForConditionalGeneration.from_pretrained(tmp_path, config=model.config).eval()
+    assert torch.equal(loaded(**batch).logits, model(**batch).logits)
+
+
+@pytest.mark.parametrize(
+    ("saved", "wanted"),
+    [
+        ({"parameter_sharing": "all"}, {"parameter_sharing": "all", "sharing_order": "cycle"}),
+        ({"parameter_sharing": "none"}, {"parameter_sharing": "all", "num_unique_layers": 2}),
+        ({"parameter_sharing": "none"}, {"num_unique_layers": 2, "sharing_order": "cycle"}),
+    ],
+)
+def test_the_same_arrangement_under_another_name_loads(tmp_path, batch, saved, wanted):
+    model = tiny_model(**saved)
+    model.save_pretrained(tmp_path)
+    loaded = VanillaTrmForConditionalGeneration.from_pretrained(tmp_path, config=tiny_config(**wanted)).eval()
+    assert torch.equal(loaded(**batch).logits, model(**batch).logits)
+
+
+@pytest.mark.parametrize(
+    ("built", "later"),
+    [
+        ({"parameter_sharing": "all", "num_unique_layers": 2}, {"sharing_order": "cycle"}),
+        ({"parameter_sharing": "attention"}, {"parameter_sharing": "none"}),
+        ({"parameter_sharing": "none"}, {"parameter_sharing": "all"}),
+    ],
+)
+def test_a_config_changed_after_construction_changes_no_model_and_is_not_saved_with_it(tmp_path, batch, built, later):
+    config = tiny_config(encoder_layers=4, decoder_layers=4, **built)
+    model = spread_weights(VanillaTrmForConditionalGeneration(config)).eval()
+    expected = model(**batch).logits
+    for name, value in later.items():
+        setattr(config, name, value)
+    assert torch.equal(model(**batch).logits, expected)
+    with pytest.raises(ValueError, match="after the model was built: set it back, or convert"):
+        model.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_encoder_by_itself_does_not_ask_how_deep_a_decoder_would_be():
+    sharing = {"parameter_sharing": "all", "num_unique_layers": 4}
+    config = tiny_config(encoder_layers=4, decoder_layers=6, is_encoder_decoder=False, **sharing)
+    assert len(VanillaTrmEncoderModel(config).encoder.layers) == 4
 
 
 def test_a_checkpoint_from_before_there_was_sharing_is_an_unshared_one(tmp_path):
@@ -454,6 +512,35 @@ def test_other_classes_and_precisions_convert_too():
         share_parameters(encoder, "all", num_unique_layers=5)
 
 
+def test_what_cannot_share_is_refused():
+    marian = MarianConfig(vocab_size=20, d_model=16, encoder_layers=1, decoder_layers=1, pad_token_id=1)
+    for sizes in ("encoder_ffn_dim", "decoder_ffn_dim", "max_position_embeddings"):
+        setattr(marian, sizes, 8)
+    marian.encoder_attention_heads = marian.decoder_attention_heads = 2
+    with pytest.raises(ValueError, match="a MarianMTModel has no layers of vanilla_trm"):
+        share_parameters(MarianMTModel(marian), "all")
+
+
+def test_converting_draws_no_random_numbers():
+    model = tiny_model()
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    share_parameters(model, "all")
+    assert torch.equal(torch.rand(1), expected)
+
+
+@pytest.mark.parametrize("model_class", [VanillaTrmEncoderModel, VanillaTrmForSequenceClassification, VanillaTrmModel])
+def test_the_command_keeps_the_class_of_what_it_converts(folder, tmp_path, model_class):
+    spread_weights(model_class(tiny_config(vocab_size=270, num_labels=3))).save_pretrained(folder)
+    flags = ["--model", str(folder), "--output", str(tmp_path / "out"), "--parameter_sharing", "all"]
+    assert main(flags) == 0
+    saved, report = model_class.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not report["missing_keys"]
+    assert saved.config.architectures == [model_class.__name__]
+    assert len(saved.get_encoder().layers) == 1
+
+
 @pytest.fixture
 def folder(tmp_path):
     """A model with its tokenizer."""
@@ -519,6 +606,12 @@ batch = torch.load(sys.argv[1] + "/batch.pt")
 assert torch.equal(model(**batch["inputs"]).logits, batch["logits"])
 assert torch.equal(model.generate(batch["inputs"]["input_ids"], num_beams=2, max_new_tokens=6), batch["generated"])
 model.save_pretrained(sys.argv[1] + "/again")
+del sys.modules["hf_vanilla_trm"]
+sys.path.insert(0, sys.argv[2])
+from hf_vanilla_trm import unshare_parameters
+
+# The package converts a model of classes that are not its own.
+assert torch.equal(unshare_parameters(model)(**batch["inputs"]).logits, batch["logits"])
 """
 
 
@@ -529,7 +622,6 @@ def test_a_stranger_loads_a_shared_model_without_the_package(tmp_path, batch, mo
     model.save_pretrained(tmp_path)
     generated = model.generate(batch["input_ids"], num_beams=2, max_new_tokens=6)
     torch.save({"inputs": batch, "logits": model(**batch).logits, "generated": generated}, tmp_path / "batch.pt")
-    subprocess.run([sys.executable, "-c", STRANGER, str(tmp_path)], cwd=tmp_path, check=True)
+    subprocess.run([sys.executable, "-c", STRANGER, str(tmp_path), str(CLONE)], cwd=tmp_path, check=True)
     saved, again = (load_file(path / "model.safetensors") for path in (tmp_path, tmp_path / "again"))
     assert saved.keys() == again.keys()
-    assert CLONE not in tmp_path.parents

@@ -29,14 +29,17 @@ def average_checkpoints(folders: Sequence[Path]) -> PreTrainedModel:
         folders: Folders that `from_pretrained` loads, in any order.
 
     Raises:
-        ValueError: If there are no folders, or one holds other parameters than the first.
+        ValueError: If there are no folders, or one holds other parameters than the first or uses them at other depths.
     """
     if not folders:
         raise ValueError("there is nothing to average: no checkpoint is given")
     model = AutoModelForSeq2SeqLM.from_pretrained(folders[0])
     sums = {name: parameter.detach().double() for name, parameter in model.named_parameters()}
     for folder in folders[1:]:
-        other = dict(AutoModelForSeq2SeqLM.from_pretrained(folder).named_parameters())
+        other_model = AutoModelForSeq2SeqLM.from_pretrained(folder)
+        if other_model.arrangement != model.arrangement:
+            raise ValueError(f"{folder} and {folders[0]} share their parameters otherwise: they are not one run's")
+        other = dict(other_model.named_parameters())
         different = [
             name
             for name in sorted(sums.keys() | other.keys())

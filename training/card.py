@@ -312,10 +312,16 @@ def architecture_of(config: dict[str, Any]) -> str:
             "ffn": "the feed-forward's parameters",
         }
         unique = config["num_unique_layers"]
-        parts.append(f"{what[config['parameter_sharing']]} shared across layers ({unique} distinct in each stack)")
+        order = f", order {config['sharing_order']}" if unique > 1 else ""
+        shared_parameters = what[config["parameter_sharing"]]
+        parts.append(f"{shared_parameters} shared across layers ({unique} distinct in each stack{order})")
     biases = {"attention_bias": "the attention's projections", "output_bias": "the output"}
     if names := [words for name, words in biases.items() if config[name]]:
         parts.append(f"biases on {' and '.join(names)}")
+    if config["activation_function"] != "relu":
+        parts.append(f"{config['activation_function']} in place of ReLU")
+    if not config["scale_embedding"]:
+        parts.append("embeddings that are not scaled")
     return "; ".join(parts)
 
 

@@ -1,7 +1,7 @@
 """Compare ways of sharing parameters: `python -m training.compare_sharing --config FILE.yaml`.
 
 Every way is a run of `training.train` on the same data, with the same seeds and updates, and differs from the unshared
-model in nothing but its layers:
+model in its sizes and sharing alone (give `learning_rate`: without it the paper's formula gives wider models another):
 
 - at equal depth, where it has fewer parameters;
 - wider, until it has as many as the unshared model has, within 2 %;
@@ -12,6 +12,7 @@ at the end.
 """
 
 import dataclasses
+import hashlib
 import json
 import logging
 import math
@@ -25,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 
@@ -33,6 +35,7 @@ from training.arguments import DataArguments, ModelArguments, RecipeArguments, p
 from training.comparison_report import write_report
 from training.data import load_pairs
 from training.evaluation import TranslationMetric
+from training.run_log import write_json
 from training.translate import decoding_config, load, translate_all
 
 logger = logging.getLogger("training")
@@ -74,6 +77,11 @@ class CompareArguments:
             raise ValueError(f"modes ({self.modes!r}): {unknown[0]!r} is none of {', '.join(MODES)}")
         if not self.seeds.split() or not all(seed.isdecimal() for seed in self.seeds.split()):
             raise ValueError(f"seeds ({self.seeds!r}) must be numbers, a space between")
+        self.seeds = " ".join(dict.fromkeys(str(int(seed)) for seed in self.seeds.split()))
+        self.modes = " ".join(dict.fromkeys(self.modes.split()))
+        overridden = [flag for flag in ("--seed", "--output_dir") if flag in self.arguments.replace("=", " ").split()]
+        if overridden:
+            raise ValueError(f"arguments: {overridden[0]} is given to each run by this command")
         if self.num_bootstrap < 2:
             raise ValueError(f"num_bootstrap ({self.num_bootstrap}) must be at least 2")
         if not 0 <= self.min_exact_match <= 100:
@@ -94,6 +102,8 @@ class Variant:
 
 
 UNSHARED = Variant("none")
+ALBERT: dict[str, Any] = {"num_unique_layers": 1, "sharing_order": "sequence"}
+"""One distinct layer a stack, whatever the base says of a number that it ignores."""
 
 
 def variants_of(unshared: VanillaTrmConfig, arguments: CompareArguments) -> list[Variant]:
@@ -107,13 +117,18 @@ def variants_of(unshared: VanillaTrmConfig, arguments: CompareArguments) -> list
         ValueError: If no width has the unshared model's number of parameters, or its stacks differ in depth.
     """
     modes = arguments.modes.split()
-    variants = [Variant(mode, {"parameter_sharing": mode}) for mode in modes]
+    variants = [Variant(mode, ALBERT | {"parameter_sharing": mode}) for mode in modes]
     if arguments.wider:
-        variants += [Variant(f"{mode} wider", {"parameter_sharing": mode, **widen(unshared, mode)}) for mode in modes]
+        for mode in modes:
+            changes = ALBERT | {"parameter_sharing": mode}
+            variants.append(Variant(f"{mode} wider", changes | widen(unshared, changes)))
     if arguments.deeper:
         layers = unshared.encoder_layers
         if unshared.decoder_layers != layers:
-            raise ValueError(f"deeper: encoder_layers ({layers}) and decoder_layers ({unshared.decoder_layers}) differ")
+            raise ValueError(
+                f"deeper: encoder_layers ({layers}) and decoder_layers ({unshared.decoder_layers}) differ, and M is "
+                "one number: give deeper no"
+            )
         sharing = {"parameter_sharing": "all", "num_unique_layers": layers, "sharing_order": "cycle_reverse"}
         for times in DEEPER:
             depths = {"encoder_layers": times * layers, "decoder_layers": times * layers}
@@ -121,7 +136,7 @@ def variants_of(unshared: VanillaTrmConfig, arguments: CompareArguments) -> list
     return variants
 
 
-def widen(unshared: VanillaTrmConfig, mode: str) -> dict[str, int]:
+def widen(unshared: VanillaTrmConfig, sharing: dict[str, Any]) -> dict[str, int]:
     """Return the sizes with which a sharing model has the unshared model's number of parameters.
 
     The d_model that comes nearest, a multiple of the heads, with d_ff in proportion; if that is not near enough, d_ff
@@ -133,18 +148,20 @@ def widen(unshared: VanillaTrmConfig, mode: str) -> dict[str, int]:
     wanted, ratio = count(unshared), unshared.d_ff / unshared.d_model
     step = math.lcm(2, unshared.num_attention_heads)
 
-    def error_of(d_model: int, d_ff: int) -> int:
-        return count(changed(unshared, parameter_sharing=mode, d_model=d_model, d_ff=d_ff)) - wanted
+    def surplus(d_model: int, d_ff: int) -> int:
+        return count(changed(unshared, **sharing, d_model=d_model, d_ff=d_ff)) - wanted
 
     d_model = unshared.d_model
-    while error_of(d_model, round(ratio * d_model)) < 0:
+    while surplus(d_model, round(ratio * d_model)) < 0:
         d_model += step
-    d_model = min((d_model - step, d_model), key=lambda width: abs(error_of(width, round(ratio * width))))
+    d_model = min((max(step, d_model - step), d_model), key=lambda width: abs(surplus(width, round(ratio * width))))
     d_ff = round(ratio * d_model)
-    if abs(error := error_of(d_model, d_ff)) > TOLERANCE * wanted:
-        d_ff -= round(error / (error_of(d_model, d_ff + 1) - error))
-    if abs(error_of(d_model, d_ff)) > TOLERANCE * wanted:
-        raise ValueError(f"{mode}: no width comes within {TOLERANCE:.0%} of {wanted:,} parameters")
+    if abs(error := surplus(d_model, d_ff)) > TOLERANCE * wanted:
+        d_ff -= round(error / (surplus(d_model, d_ff + 1) - error))
+    if abs(surplus(d_model, d_ff)) > TOLERANCE * wanted:
+        raise ValueError(
+            f"{sharing['parameter_sharing']} wider: no width comes within {TOLERANCE:.0%} of {wanted:,} parameters"
+        )
     return {"d_model": d_model, "d_ff": d_ff}
 
 
@@ -258,10 +275,15 @@ def decode(run: Path, pairs: tuple[list[str], list[str]], bleu_tokenize: str, nu
 
     It is translated `DECODING_PASSES` times; the speed is that of the median.
     """
-    file = run / "decoding.json"
-    if file.exists():
-        return json.loads(file.read_text())
-    sources, references = pairs
+    file, sources, references = run / "decoding.json", *pairs
+    inputs = {"num_bootstrap": num_bootstrap, "bleu_tokenize": bleu_tokenize, "pairs": len(sources)}
+    inputs["digest"] = hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
+    try:
+        known = json.loads(file.read_text())
+        if known["inputs"] == inputs:
+            return known["measured"]
+    except (FileNotFoundError, KeyError, ValueError):
+        pass  # not measured yet, or otherwise
     model, tokenizer = load(str(run / "best"))
     config = decoding_config(model)
     translate_all(model, tokenizer, sources[:64], config)  # the first batch of a process is slower
@@ -274,15 +296,15 @@ def decode(run: Path, pairs: tuple[list[str], list[str]], bleu_tokenize: str, nu
     scores = metric.compute(predictions=translations, references=references)
     measured = {
         "sentences_per_second": len(sources) / statistics.median(seconds),
-        "loss": _results_of_test(run)["loss"],
+        "loss": _final_scores(run)["loss"],
         **{name: scores[name] for name in ("bleu", "chrf", "exact_match", "bleu_signature", "chrf_signature")},
         **intervals(metric, translations, references, num_bootstrap),
     }
-    file.write_text(json.dumps(measured, indent=2) + "\n")
+    write_json(file, {"inputs": inputs, "measured": measured})
     return measured
 
 
-def _results_of_test(run: Path) -> dict[str, Any]:
+def _final_scores(run: Path) -> dict[str, Any]:
     results = json.loads((run / "results.json").read_text())
     return results["test"] if "test" in results else results["validation"]
 
@@ -290,18 +312,24 @@ def _results_of_test(run: Path) -> dict[str, Any]:
 def intervals(
     metric: TranslationMetric, translations: Sequence[str], references: Sequence[str], num_bootstrap: int
 ) -> dict[str, float]:
-    """Return the ends of 95 % bootstrap intervals over the lines of the test (sacreBLEU's)."""
+    """Return the ends of 95 % bootstrap intervals of BLEU and chrF over the lines of the test.
+
+    Lines are drawn with replacement; what a score needs to know of a line is counted once (sacreBLEU's statistics).
+    """
+    generator = np.random.default_rng(0)
+    draws = generator.integers(len(references), size=(num_bootstrap, len(references)))
     ends = {}
     for name, scorer in (("bleu", metric.bleu), ("chrf", metric.chrf)):
-        score = scorer.corpus_score(list(translations), [list(references)], n_bootstrap=num_bootstrap)
-        ends[f"{name}_low"], ends[f"{name}_high"] = float(score._mean - score._ci), float(score._mean + score._ci)
+        lines = np.array(scorer._extract_corpus_statistics(list(translations), [list(references)]))
+        scores = [min(100.0, float(scorer._aggregate_and_compute(lines[rows]).score)) for rows in draws]
+        ends[f"{name}_low"], ends[f"{name}_high"] = (float(end) for end in np.percentile(scores, (2.5, 97.5)))
     return ends
 
 
 # The command -------------------------------------------------------------------------------------------------------
 
 
-def check_folder(arguments: CompareArguments) -> None:
+def claim_folder(arguments: CompareArguments) -> None:
     """Refuse to mix runs of different recipes in one folder.
 
     Raises:
@@ -310,9 +338,11 @@ def check_folder(arguments: CompareArguments) -> None:
     file = Path(arguments.output_dir) / "comparison.json"
     recipe = {"base": Path(arguments.base).read_text(encoding="utf-8"), "arguments": arguments.arguments}
     if file.exists() and json.loads(file.read_text()) != recipe:
-        raise ValueError(f"{arguments.output_dir} holds a comparison with another base or other arguments: use another")
+        raise ValueError(
+            f"{arguments.output_dir} holds a comparison with another base or other arguments: use another output_dir"
+        )
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(recipe, indent=2) + "\n")
+    write_json(file, recipe)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -330,29 +360,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         splits = load_pairs(data)
         if "test" not in splits and "validation" not in splits:
             raise ValueError("base: there is neither test nor validation data to compare on")
-        split = splits["test"] if "test" in splits else splits["validation"]
-        check_folder(options)
+        split = "test" if "test" in splits else "validation"
+        # Everything but the size of the vocabulary is known already, and so is what cannot be compared.
+        variants_of(VanillaTrmConfig(vocab_size=data.vocab_size, **model.given()), options)
+        claim_folder(options)
         trained = train_all(options)
+        pairs = list(splits[split]["source"]), list(splits[split]["target"])
+        rows = [measure(options, variant, seed, pairs, recipe.bleu_tokenize) for variant, seed in trained]
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except subprocess.CalledProcessError as error:
         print(f"error: a run failed, and the same command tries it again: {shlex.join(error.cmd)}", file=sys.stderr)
         return 1
-    pairs = list(split["source"]), list(split["target"])
-    rows = [measure(options, variant, seed, pairs, recipe.bleu_tokenize) for variant, seed in trained]
     reached = [row["exact_match"] for row in rows if row["variant"] == UNSHARED.name]
-    counts = sum(reached) / len(reached) >= options.min_exact_match
+    is_fair = sum(reached) / len(reached) >= options.min_exact_match
     folder = Path(options.output_dir)
     curves = {(variant.name, int(seed)): run_folder(options, variant, seed) for variant, seed in trained}
-    print(write_report(folder, rows, curves, dataclasses.asdict(options), counts=counts))
-    if not counts:
+    print(write_report(folder, rows, curves, dataclasses.asdict(options), split=split, is_fair=is_fair))
+    if not is_fair:
         print(
             f"error: the unshared model reached {sum(reached) / len(reached):.1f} % exact match, and not "
             f"{options.min_exact_match} %: this compares nothing",
             file=sys.stderr,
         )
-    return 0 if counts else 1
+    return 0 if is_fair else 1
 
 
 if __name__ == "__main__":

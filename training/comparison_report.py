@@ -17,7 +17,7 @@ COLUMNS: dict[str, Callable[[list[Row]], str]] = {
     "layers (distinct)": lambda rows: layers_of(rows[0]),
     "parameters": lambda rows: f"{rows[0]['parameters']:,}",
     "file, MB": lambda rows: f"{rows[0]['file_bytes'] / 1e6:.2f}",
-    "peak memory, MB": lambda rows: f"{max(row['peak_memory_bytes'] for row in rows) / 1e6:.0f}",
+    "peak memory of the process, MB": lambda rows: f"{max(row['peak_memory_bytes'] for row in rows) / 1e6:.0f}",
     "training, tokens/s": lambda rows: f"{mean(rows, 'target_tokens_per_second'):,.0f}",
     "minutes": lambda rows: f"{mean(rows, 'minutes'):.1f}",
     "decoding, sentences/s": lambda rows: f"{mean(rows, 'sentences_per_second'):.0f}",
@@ -66,7 +66,13 @@ def markdown_table(rows: Sequence[Row]) -> str:
 
 
 def write_report(
-    folder: Path, rows: list[Row], runs: dict[tuple[str, int], Path], arguments: dict[str, Any], *, counts: bool
+    folder: Path,
+    rows: list[Row],
+    runs: dict[tuple[str, int], Path],
+    arguments: dict[str, Any],
+    *,
+    split: str,
+    is_fair: bool,
 ) -> str:
     """Write table.md, table.csv, results.json and the pictures; return the table.
 
@@ -75,27 +81,32 @@ def write_report(
         rows: A row for each variant and seed.
         runs: The folder of each variant's and seed's run.
         arguments: Those of the comparison.
-        counts: Whether the unshared model was good enough.
+        split: What the scores are of: "test" or "validation".
+        is_fair: Whether the unshared model was good enough.
     """
     seeds = sorted({row["seed"] for row in rows})
-    kind = "95 % bootstrap intervals over the test" if len(seeds) == 1 else f"mean ± deviation of {len(seeds)} seeds"
+    kind = (
+        f"95 % bootstrap intervals over the {split} lines"
+        if len(seeds) == 1
+        else f"mean ± deviation of {len(seeds)} seeds"
+    )
     notes = f"Scores: {kind}. BLEU is `{rows[0]['bleu_signature']}`, chrF is `{rows[0]['chrf_signature']}`."
-    warning = "" if counts else "The unshared model is too weak: this compares nothing.\n\n"
+    warning = "" if is_fair else "The unshared model is too weak: this compares nothing.\n\n"
     table = f"{warning}{markdown_table(rows)}\n\n{notes}\n"
     (folder / "table.md").write_text(table, encoding="utf-8")
     with (folder / "table.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
-    content = {"arguments": arguments, "counts": counts, "rows": rows}
+    content = {"arguments": arguments, "split": split, "is_fair": is_fair, "rows": rows}
     (folder / "results.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    plot_quality(folder / "quality_parameters.png", rows, "parameters", "unique parameters")
-    plot_quality(folder / "quality_time.png", rows, "minutes", "minutes of training")
+    plot_quality(folder / "quality_parameters.png", rows, "parameters", "unique parameters", split)
+    plot_quality(folder / "quality_time.png", rows, "minutes", "minutes of training", split)
     plot_curves(folder / "learning_curves.png", runs)
     return table
 
 
-def plot_quality(file: Path, rows: Sequence[Row], x: str, label: str) -> None:
+def plot_quality(file: Path, rows: Sequence[Row], x: str, label: str, split: str) -> None:
     """Draw BLEU and chrF of every run, with its interval, over another of its numbers."""
     figure = matplotlib.figure.Figure(figsize=(11, 4.5), layout="constrained")
     for axes, name, title in zip(figure.subplots(1, 2), ("bleu", "chrf"), ("BLEU", "chrF"), strict=True):
@@ -106,7 +117,7 @@ def plot_quality(file: Path, rows: Sequence[Row], x: str, label: str) -> None:
             marker = "o^sDvP*Xh<>"[number % 11]
             ends = [[max(0, end) for end in side] for side in (below, above)]
             axes.errorbar(*points, yerr=ends, fmt=marker, capsize=3, label=variant)
-        axes.set(xlabel=label, title=f"{title} of the test")
+        axes.set(xlabel=label, title=f"{title} ({split})")
         axes.grid(alpha=0.3)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside right center")
     figure.savefig(file, dpi=110)

@@ -9,9 +9,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hf_vanilla_trm import share_parameters
+from safetensors import SafetensorError
+from transformers import AutoConfig
+
+import hf_vanilla_trm
+from hf_vanilla_trm import VanillaTrmPreTrainedModel, share_parameters
 from training.checkpoint import save_model_folder
-from training.translate import load
+from training.tokenizer import load_tokenizer
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -25,13 +29,31 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return parser.parse_args(arguments)
 
 
+def load_any(folder: str) -> VanillaTrmPreTrainedModel:
+    """Load a model as the class that was saved, which may be an encoder or a classifier.
+
+    Raises:
+        OSError: If there is no model.
+        ValueError: If it is of another type.
+    """
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except OSError as error:
+        raise OSError(f"there is no model in {folder!r}, neither as a folder nor on the Hub ({error})") from error
+    if config.model_type != "vanilla_trm":
+        raise ValueError(f"the model in {folder} is a {config.model_type}, which shares nothing here")
+    names = config.architectures or ["VanillaTrmForConditionalGeneration"]
+    model: VanillaTrmPreTrainedModel = getattr(hf_vanilla_trm, names[0]).from_pretrained(folder)
+    return model
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Convert; return the exit code."""
     options = parse_arguments(arguments)
     try:
         if options.output.exists():
             raise FileExistsError(f"output ({options.output}) is there already")
-        model, tokenizer = load(options.model, "cpu")
+        model, tokenizer = load_any(options.model), load_tokenizer(options.model)
         converted = share_parameters(
             model,
             options.parameter_sharing,
@@ -39,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sharing_order=options.sharing_order,
         )
         save_model_folder(options.output, converted, tokenizer)
-    except (OSError, ValueError) as error:
+    except (OSError, SafetensorError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(

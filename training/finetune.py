@@ -1,7 +1,7 @@
 """Fine-tune a model with Hugging Face's Trainer: `python -m training.finetune --model DIR --config FILE.yaml`.
 
 The checkpoint's tokenizer and generation settings stay its own. The same command started again continues from the
-newest checkpoint; a finished run is left alone, and goes on under other arguments as the `--model` of another run.
+newest checkpoint; a finished run is left alone. To train it on, give its `best/` as `--model` with another output_dir.
 """
 
 import copy
@@ -81,7 +81,8 @@ class FineTuningArguments:
     )
     bleu_tokenize: str = field(default="13a", metadata={"help": "sacreBLEU's tokenizer: 13a, zh, ja-mecab, ..."})
     eval_batch_tokens: int = field(
-        default=BATCH_TOKENS, metadata={"help": "Tokens, times beams, in a batch of the last evaluation, at most."}
+        default=BATCH_TOKENS,
+        metadata={"help": "Tokens, times beams, in a batch of an evaluation's loss and of the last decoding."},
     )
     num_samples: int = field(default=3, metadata={"help": "Sample translations printed at the end."})
 
@@ -106,7 +107,7 @@ class FineTuningArguments:
 
 @dataclass
 class CardArguments:
-    """What the card of a pushed model says and a run cannot know; `training.publish` takes the same.
+    """What the card of a pushed model says and a run cannot know, as flags of `training.publish` too.
 
     Raises:
         ValueError: If the languages are not two.
@@ -127,6 +128,8 @@ class CardArguments:
     def check(self, arguments: dict[str, Any]) -> None:
         """Refuse before training what would keep the card from being filled after it.
 
+        (Outside of a clone, the commit is missing too: publish such a run with `training.publish --commit`.)
+
         Args:
             arguments: Those of the run, by name.
 
@@ -140,6 +143,8 @@ class CardArguments:
         )
         if not any(arguments[kind] for kind in kinds):
             raise ValueError("push_to_hub needs validation or test data: the card shows scores")
+        if not arguments["num_samples"]:
+            raise ValueError("push_to_hub needs num_samples above 0: the card shows an example")
         told = {
             "license": self.license,
             "language": self.language or languages_of(arguments),
@@ -291,7 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"{others[0]} is not of a run of this program, for there is no run.json: use another output_dir"
             )
         if checkpoint is not None or log.results_file.exists() or (log.run / "checkpoints").exists():
-            log.check(all_arguments, allow_changes=False)
+            log.check(all_arguments, allow_changes=None)
         if training.push_to_hub:
             card.check(all_arguments)
             publish.check_access(publish.parse_arguments(publish_flags(training, card, log.run)))

@@ -36,12 +36,12 @@ class RunLog:
         self.metrics_file = run / "metrics.jsonl"
         self.results_file = run / "results.json"
 
-    def check(self, arguments: dict[str, Any], *, allow_changes: bool) -> None:
+    def check(self, arguments: dict[str, Any], *, allow_changes: bool | None) -> None:
         """Refuse to continue a run with other arguments than it was begun with.
 
         Args:
             arguments: All arguments by name.
-            allow_changes: Continue all the same.
+            allow_changes: Continue all the same; None where the command has no such argument.
 
         Raises:
             ValueError: If arguments differ and may not; the message names them with both values.
@@ -56,9 +56,9 @@ class RunLog:
             if old.get(name) != new.get(name) and name not in MAY_CHANGE
         ]
         if changed:
+            way_out = "" if allow_changes is None else ", or continue with --allow_changes"
             raise ValueError(
-                f"{self.run} was begun with other arguments: {'; '.join(changed)}. Use another output_dir, or continue "
-                "with --allow_changes"
+                f"{self.run} was begun with other arguments: {'; '.join(changed)}. Use another output_dir{way_out}"
             )
 
     def check_inputs(self, inputs: dict[str, str]) -> None:
@@ -89,7 +89,7 @@ class RunLog:
         if self.accelerator.is_main_process:
             recorded = self._read_run_file() if update > 0 else None
             sessions = [*(recorded["sessions"] if recorded else []), _session(update, self.accelerator)]
-            _write_json(self.run_file, {"arguments": settings, "resolved": resolved, "sessions": sessions})
+            write_json(self.run_file, {"arguments": settings, "resolved": resolved, "sessions": sessions})
             self._keep_metrics_until(update)
         scalars = {name: value for name, value in settings.items() if isinstance(value, int | float | str)}
         # The project's name is the run's; TensorBoard makes it a folder, of which one in the run is enough.
@@ -146,7 +146,7 @@ class RunLog:
         """Write results.json, which says that the run is finished, and of which weights the results are."""
         if self.accelerator.is_main_process:
             origin = {"weights": weights_digest(self.run / "best"), "command": shlex.join(sys.orig_argv)}
-            _write_json(self.results_file, {**values, **origin})
+            write_json(self.results_file, {**values, **origin})
 
     def _settings(self, arguments: dict[str, Any]) -> dict[str, Any]:
         return {**arguments, "num_processes": self.accelerator.num_processes}
@@ -216,7 +216,8 @@ def weights_digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _write_json(file: Path, value: object) -> None:
+def write_json(file: Path, value: object) -> None:
+    """Write a file as a whole or not at all."""
     _write(file, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 

@@ -23,7 +23,7 @@ from training.evaluation import TranslationMetric, evaluate_loss, loss_batches
 from training.lines import as_line
 from training.objective import IGNORED
 from training.run_log import RunLog
-from training.translate import BATCH_TOKENS, StopAtOwnLength, decoding_config
+from training.translate import BATCH_TOKENS, StopAtOwnLength, caps_of, decoding_config
 
 
 class FineTuningTrainer(Seq2SeqTrainer):
@@ -104,14 +104,14 @@ class FineTuningTrainer(Seq2SeqTrainer):
         inputs = self._prepare_inputs(inputs)
         chosen = {"num_beams": self.args.generation_num_beams, **getattr(self, "_gen_kwargs", {}), **options}
         config = decoding_config(self.model, num_beams=chosen.pop("num_beams"))
-        lengths = inputs["attention_mask"].sum(dim=1)
-        caps = (config.max_length_a * lengths + config.max_length_b).long().clamp(min=1)
-        config.max_new_tokens, config.min_new_tokens = int(caps.max()), 1
+        caps = caps_of(config, inputs["attention_mask"].sum(dim=1).tolist())
+        config.max_new_tokens, config.min_new_tokens = max(caps), 1
+        own_length = StopAtOwnLength(torch.tensor(caps, device=inputs["input_ids"].device))
         generated = self.model.generate(
             input_ids=inputs["input_ids"],
             attention_mask=inputs["attention_mask"],
             generation_config=config,
-            stopping_criteria=StoppingCriteriaList([StopAtOwnLength(caps)]),
+            stopping_criteria=StoppingCriteriaList([own_length]),
             **chosen,
         )
         texts = self.processing_class.batch_decode(inputs["input_ids"], skip_special_tokens=True)

@@ -72,6 +72,16 @@ class StopAtOwnLength(StoppingCriteria):
         return input_ids.shape[1] - 1 >= self.caps.repeat_interleave(hypotheses)  # the start token does not count
 
 
+def caps_of(config: GenerationConfig, source_lengths: Sequence[int]) -> list[int]:
+    """Return how many tokens each sentence may generate, EOS included: a * source_length + b, and at least one.
+
+    Args:
+        config: From `decoding_config`.
+        source_lengths: Tokens of each source, EOS included.
+    """
+    return [max(1, int(config.max_length_a * length + config.max_length_b)) for length in source_lengths]
+
+
 def translate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -129,7 +139,7 @@ def _generate(
 ) -> torch.Tensor:
     """Return token ids, shape (batch, longest), each row under its own cap."""
     padded = tokenizer.pad({"input_ids": sources}, padding_side="right", return_tensors="pt").to(model.device)
-    caps = [max(1, int(config.max_length_a * len(source) + config.max_length_b)) for source in sources]
+    caps = caps_of(config, [len(source) for source in sources])
     config = copy.deepcopy(config)
     config.max_new_tokens = max(caps)
     config.min_new_tokens = 1  # a line that is not blank has a translation

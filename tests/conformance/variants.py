@@ -15,7 +15,7 @@ FACTORS = {
         "separate": {"share_encoder_decoder_embeddings": False},
     },
     "depths": {"equal": {}, "unequal": {"encoder_layers": 1}},
-    "embeddings": {"full": {}, "factorised": {"embedding_size": 16}},
+    "embeddings": {"full": {}, "factorised": {"embedding_size": 24}},
 }
 
 
