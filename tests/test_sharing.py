@@ -449,6 +449,16 @@ def test_factorised_embeddings_are_projected_before_they_are_scaled_and_before_t
     torch.testing.assert_close(model(**batch).logits, plain(**batch).logits, rtol=1e-4, atol=1e-4)
 
 
+def test_the_projections_of_a_fresh_model_keep_the_scale_of_what_they_get():
+    """Embeddings from N(0, 0.02^2) stay so; a decoder's output of unit variance has unit variance before the output."""
+    torch.manual_seed(0)
+    config = VanillaTrmConfig(vocab_size=1000, d_model=128, d_ff=128, num_attention_heads=4, embedding_size=32)
+    model = VanillaTrmForConditionalGeneration(config)
+    encoder = model.get_encoder()
+    assert encoder.embed_projection(encoder.embed_tokens.weight).std().item() == pytest.approx(0.02, rel=0.1)
+    assert model.lm_head_projection(torch.randn(1000, 128)).std().item() == pytest.approx(1, rel=0.1)
+
+
 def test_a_fresh_shared_model_starts_near_the_loss_of_a_guess():
     for mode in MODES:
         torch.manual_seed(0)

@@ -167,8 +167,12 @@ def widen(unshared: VanillaTrmConfig, sharing: dict[str, Any]) -> dict[str, int]
 
 def changed(config: VanillaTrmConfig, **changes: Any) -> VanillaTrmConfig:
     """Return a config with other values."""
-    fields = config.to_dict()
-    return VanillaTrmConfig(**{name: value for name, value in fields.items() if name != "model_type"} | changes)
+    return config_of(config.to_dict() | changes)
+
+
+def config_of(fields: dict[str, Any]) -> VanillaTrmConfig:
+    """Return the config that `to_dict` turned into fields."""
+    return VanillaTrmConfig(**{name: value for name, value in fields.items() if name != "model_type"})
 
 
 def count(config: VanillaTrmConfig) -> int:
@@ -216,8 +220,8 @@ def train_all(arguments: CompareArguments) -> list[tuple[Variant, str]]:
     for variant, seed in announced(first, "unshared"):
         train(arguments, variant, seed)
     record = json.loads((run_folder(arguments, UNSHARED, seeds[0]) / "run.json").read_text())
-    fields = {name: value for name, value in record["resolved"]["model"].items() if name != "model_type"}
-    others = [(variant, seed) for seed in seeds for variant in variants_of(VanillaTrmConfig(**fields), arguments)]
+    unshared = config_of(record["resolved"]["model"])
+    others = [(variant, seed) for seed in seeds for variant in variants_of(unshared, arguments)]
     for variant, seed in announced(others, "sharing"):
         train(arguments, variant, seed)
     return first + others

@@ -41,13 +41,19 @@ from training.data import PairCollator, fingerprint, load_pairs
 from training.evaluation import Evaluator, TranslationMetric
 from training.run_log import RunLog
 from training.tokenizer import load_tokenizer
-from training.train import check_fsdp, processes_asked_for, start_logging, tokenize_splits, write_examples
+from training.train import (
+    SCORED,
+    check_fsdp,
+    processes_asked_for,
+    score_splits,
+    start_logging,
+    tokenize_splits,
+)
 from training.trainer import FineTuningTrainer, RunRecorder, TrainingDivergedError, make_compute_metrics
 from training.translate import BATCH_TOKENS, load
 
 logger = logging.getLogger("training")
 
-SCORED = ("test", "validation")
 LORA_TARGETS = ["q_proj", "v_proj"]
 
 
@@ -498,7 +504,12 @@ def newest_checkpoint(run: Path) -> Path | None:
 def checkpoints_of(run: Path) -> list[Path]:
     """Return the folders of all checkpoints, complete or not, the oldest first."""
     folders = [path for path in run.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
-    return sorted(folders, key=lambda path: int(path.name.removeprefix("checkpoint-")))
+    return sorted(folders, key=update_of)
+
+
+def update_of(checkpoint: Path) -> int:
+    """Return the update after which a checkpoint was written."""
+    return int(checkpoint.name.removeprefix("checkpoint-"))
 
 
 def resolved_of(trainer: FineTuningTrainer, options: FineTuningArguments) -> dict[str, Any]:
@@ -525,7 +536,7 @@ def train(
     state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json")) if checkpoint else None
     if trainer.accelerator.is_main_process:
         for folder in checkpoints_of(log.run):  # half-written ones would be taken for the run's
-            if checkpoint is None or int(folder.name.removeprefix("checkpoint-")) > state.global_step:
+            if checkpoint is None or update_of(folder) > update_of(checkpoint):
                 shutil.rmtree(folder)
     trainer.accelerator.wait_for_everyone()
     log.begin(arguments, update=state.global_step if state else 0, resolved=resolved)
@@ -558,18 +569,7 @@ def score_best(
         "target_tokens": int(trainer.target_tokens),
         "best": {"update": state.best_global_step, trainer.args.metric_for_best_model or "loss": state.best_metric},
     }
-    for split, evaluator in evaluators.items():
-        results[split] = evaluator.final(model)
-        shown = (
-            f"{name} {value:.2f}" if isinstance(value, float) else f"{value}" for name, value in results[split].items()
-        )
-        logger.info("%s, best model, num_beams %s: %s", split, model.generation_config.num_beams, ", ".join(shown))
-    if accelerator.is_main_process:
-        for split in SCORED:
-            if split in evaluators:
-                write_examples(run, evaluators[split], model, tokenizer, options)
-                break
-    return results
+    return results | score_splits(run, evaluators, model, tokenizer, options)
 
 
 def write_best(

@@ -1,7 +1,6 @@
 """The most memory that a process, or its accelerator, has held."""
 
 import contextlib
-import resource
 import sys
 from pathlib import Path
 
@@ -14,7 +13,7 @@ def reset_peak_memory(device: torch.device) -> None:
     """Begin a new measurement, where the system allows it; elsewhere the peak is that of the whole process.
 
     Args:
-        device: An accelerator is measured by its own count.
+        device: A CUDA device is measured by PyTorch's own count.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -34,5 +33,7 @@ def peak_memory(device: torch.device) -> int:
         lines = dict(line.split(":", 1) for line in STATUS.read_text().splitlines())
         return int(lines["VmHWM"].split()[0]) * 1024
     except (OSError, KeyError):
+        import resource  # which Windows lacks
+
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024

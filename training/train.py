@@ -34,6 +34,8 @@ from training.translate import decoding_config, load, translate_all
 
 logger = logging.getLogger("training")
 
+SCORED = ("test", "validation")
+"""Splits that are scored; what shows one of them shows the first that there is."""
 LAUNCHERS = ("accelerate", "accelerate_cli.py", "accelerate.commands.accelerate_cli")
 """What a command line of `accelerate launch` begins with, Python and its flags aside."""
 
@@ -277,19 +279,30 @@ def report(loop: TrainingLoop, reason: str, evaluators: dict[str, Evaluator], lo
         "peak_memory_bytes": peak,
         "best": {"update": progress.best_update, recipe.metric_for_best_model: progress.best_metric},
     }
-    for split, evaluator in evaluators.items():
-        results[split] = evaluator.final(model)
-        shown = (
-            f"{name} {value:.2f}" if isinstance(value, float) else f"{value}" for name, value in results[split].items()
-        )
-        logger.info("%s, best model, num_beams %d: %s", split, recipe.num_beams, ", ".join(shown))
-    if accelerator.is_main_process:
-        for split in ("test", "validation"):
-            if split in evaluators:
-                write_examples(loop.run, evaluators[split], model, tokenizer, recipe)
-                break
+    results |= score_splits(loop.run, evaluators, model, tokenizer, recipe)
     log.results(results)
     logger.info("training stopped: %s. The results are in %s", reason, log.results_file)
+
+
+def score_splits(
+    run: Path,
+    evaluators: dict[str, Evaluator],
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    recipe: RecipeArguments,
+) -> dict[str, dict[str, Any]]:
+    """Score whole splits with the best model, write some examples of one of them, and return the scores by split."""
+    results = {}
+    for split, evaluator in evaluators.items():
+        results[split] = evaluator.final(model)
+        named = results[split].items()
+        shown = [f"{name} {value:.2f}" if isinstance(value, float) else f"{name} {value}" for name, value in named]
+        beams = model.generation_config.num_beams or 1
+        logger.info("%s, best model, num_beams %d: %s", split, beams, ", ".join(shown))
+    shown_split = next((split for split in SCORED if split in evaluators), None)
+    if shown_split is not None and evaluators[shown_split].accelerator.is_main_process:
+        write_examples(run, evaluators[shown_split], model, tokenizer, recipe)
+    return results
 
 
 def write_examples(
