@@ -13,6 +13,7 @@ from transformers import AutoModelForSeq2SeqLM
 import training.train
 from hf_vanilla_trm import VanillaTrmConfig, VanillaTrmForConditionalGeneration
 from tests.conftest import tiny_config
+from tests.pairs import write_reversed_pairs
 from training import compare_sharing
 from training.compare_sharing import CompareArguments, changed, main, variants_of
 from training.evaluation import TranslationMetric
@@ -140,21 +141,11 @@ def test_the_peak_of_memory_begins_anew():
 @pytest.fixture
 def compare(tmp_path, monkeypatch):
     """Returns a function that compares on tiny data; the runs of training are in this process."""
-    lines = []
-    for split, rows in (("train", 30), ("validation", 5), ("test", 9)):
-        generator = torch.Generator().manual_seed(rows)
-        sentences = [
-            [WORDS[index] for index in torch.randint(len(WORDS), (2 + row % 3,), generator=generator)]
-            for row in range(rows)
-        ]
-        for side, step in (("source", 1), ("target", -1)):
-            file = tmp_path / f"{split}.{side}"
-            file.write_text("".join(" ".join(words[::step]) + "\n" for words in sentences))
-            lines.append(f"{split}_{side}: {file}")
+    files = write_reversed_pairs(tmp_path, WORDS, {"train": 30, "validation": 5, "test": 9}, lengths=3)
     sizes = {"vocab_size": 270, "d_model": 16, "d_ff": 24, "encoder_layers": 1, "decoder_layers": 1}
     recipe = {"num_attention_heads": 2, "warmup_steps": 2, "batch_tokens": 150, "max_updates": 3, "eval_every": 2}
     other = {"max_length_b": 2, "num_beams": 2, "report_to": "none", "cpu_threads": 1, "output_dir": "unused"}
-    lines += [f"{name}: {value}" for name, value in (sizes | recipe | other).items()]
+    lines = [f"{name}: {value}" for name, value in (files | sizes | recipe | other).items()]
     (tmp_path / "base.yaml").write_text("\n".join(lines) + "\n")
 
     def run(command, *, check):

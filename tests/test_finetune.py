@@ -31,6 +31,7 @@ import training.finetune
 from tests.conftest import tiny_model
 from tests.hub import WRITER, Hub
 from tests.launch import CLONE, PYTHON, TWO_RANKS, run
+from tests.pairs import write_reversed_pairs
 from tests.updates import LENGTHS
 from training import publish
 from training.arguments import PairArguments, parse_dataclasses
@@ -59,19 +60,9 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """60 and 11 sentences; the target is the source with its words reversed."""
-    folder = tmp_path_factory.mktemp("data")
-    flags = []
-    for split, rows in (("train", 60), ("validation", 11)):
-        generator = torch.Generator().manual_seed(rows)
-        sentences = [
-            [WORDS[index] for index in torch.randint(len(WORDS), (2 + row % 5,), generator=generator)]
-            for row in range(rows)
-        ]
-        for side, step in (("source", 1), ("target", -1)):
-            file = folder / f"{split}.{side}"
-            file.write_text("".join(" ".join(words[::step]) + "\n" for words in sentences))
-            flags += [f"--{split}_{side}", str(file)]
-    return flags
+    rows = {"train": 60, "validation": 11}
+    files = write_reversed_pairs(tmp_path_factory.mktemp("data"), WORDS, rows, lengths=5)
+    return [word for name, file in files.items() for word in (f"--{name}", str(file))]
 
 
 @pytest.fixture(scope="module")

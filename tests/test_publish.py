@@ -18,6 +18,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 import training.train
 from tests.hub import READER, STRANGER, WRITER, Hub
+from tests.pairs import write_reversed_pairs
 from training import card, publish
 
 # huggingface_hub's own, where it uploads by LFS.
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning
 
 REPO = "tester/reverse"
 GIVEN = ["--license", "cc-by-4.0", "--datasets", "tester/words"]
+VERIFY_AS_A_STRANGER = publish.verify_as_a_stranger
 COMMIT = {"commit": "c0ffee" + 34 * "0", "dirty": True}
 WORDS = ["der", "hund", "katze", "haus", "baum", "sieht"]
 
@@ -33,24 +35,14 @@ WORDS = ["der", "hund", "katze", "haus", "baum", "sieht"]
 def trained(tmp_path_factory):
     """A finished run on two aligned files, train.en and train.de."""
     folder = tmp_path_factory.mktemp("trained")
-    flags = []
-    for split, rows in (("train", 12), ("validation", 5), ("test", 7)):
-        generator = torch.Generator().manual_seed(rows)
-        sentences = [
-            [WORDS[index] for index in torch.randint(len(WORDS), (2 + row % 3,), generator=generator)]
-            for row in range(rows)
-        ]
-        for side, language, step in (("source", "en", 1), ("target", "de", -1)):
-            file = folder / f"{split}.{language}"
-            file.write_text("".join(" ".join(words[::step]) + "\n" for words in sentences))
-            flags += [f"--{split}_{side}", str(file)]
+    rows = {"train": 12, "validation": 5, "test": 7}
+    files = write_reversed_pairs(folder, WORDS, rows, lengths=3, suffixes=("en", "de"))
     sizes = {"vocab_size": 270, "d_model": 16, "d_ff": 24, "encoder_layers": 1, "decoder_layers": 2}
     recipe = {"num_attention_heads": 2, "warmup_steps": 2, "batch_tokens": 150, "max_updates": 3, "seed": 11}
     other = {"max_length_b": 2, "num_beams": 2, "report_to": "none", "cpu_threads": 1, "output_dir": folder / "run"}
     AcceleratorState._reset_state(True)
-    assert (
-        training.train.main([*flags, *(f"--{name}={value}" for name, value in (sizes | recipe | other).items())]) == 0
-    )
+    arguments = files | sizes | recipe | other
+    assert training.train.main([f"--{name}={value}" for name, value in arguments.items()]) == 0
     AcceleratorState._reset_state(True)
     # The tests may run outside a clone.
     edit(folder / "run" / "run.json", lambda record: record["sessions"][0].update(git=COMMIT))
@@ -64,10 +56,9 @@ def run(trained, tmp_path):
 
 
 @pytest.fixture(autouse=True)
-def strangers(monkeypatch, request):
-    """Their processes take seconds each: only the test that asks for this fixture by name lets them load."""
-    if "strangers" not in request.function.__code__.co_varnames:
-        monkeypatch.setattr(publish, "verify_as_a_stranger", lambda *_: None)
+def no_strangers(monkeypatch):
+    """Their processes take seconds each; one test lets them load."""
+    monkeypatch.setattr(publish, "verify_as_a_stranger", lambda *_: None)
 
 
 @pytest.fixture
@@ -517,7 +508,8 @@ def test_what_comes_back_is_compared_in_weights_and_translations(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spoiled", [None, "loss.py"])
-def test_it_is_also_loaded_back_without_the_package(run, hub, capsys, strangers, spoiled):
+def test_it_is_also_loaded_back_without_the_package(run, hub, capsys, monkeypatch, spoiled):
+    monkeypatch.setattr(publish, "verify_as_a_stranger", VERIFY_AS_A_STRANGER)
     if spoiled:
         with (run / "best" / spoiled).open("a") as file:
             file.write("raise RuntimeError('broken')\n")

@@ -30,7 +30,7 @@ MODES = ["none", "attention", "ffn", "all"]
 SHARING = ["attention", "ffn", "all"]
 SIX = {"encoder_layers": 6, "decoder_layers": 6, "num_unique_layers": 2, "sharing_order": "cycle_reverse"}
 
-# Three tables of one design: (d_model, d_ff, layers, vocabulary), and the unique parameters of each mode.
+# (d_model, d_ff, layers, vocabulary), and the unique parameters of each mode.
 COUNTS = {
     (128, 256, 4, 9712): (2_562_048, 1_972_224, 2_166_528, 1_572_864),
     (256, 1024, 4, 9712): (9_846_784, 7_487_488, 6_693_376, 4_326_400),

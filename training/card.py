@@ -20,22 +20,27 @@ from training.lines import read_lines
 
 CARD = Path(__file__).parent.parent / "model_card.md"
 METRICS = {"bleu": "BLEU", "chrf": "chrF", "exact_match": "exact match"}
-RECIPE = (
-    *(
-        "seed",
-        "optim",
-        "lr_scheduler_type",
-        "warmup_steps",
-        "cooldown_steps",
-        "adam_beta1",
-        "adam_beta2",
-        "adam_epsilon",
-    ),
-    *("weight_decay", "label_smoothing", "label_smoothing_factor", "max_grad_norm", "batch_tokens"),
-    *("per_device_train_batch_size", "train_sampling_strategy", "gradient_accumulation_steps", "num_processes"),
-)
+RECIPE = [
+    "seed",
+    "optim",
+    "lr_scheduler_type",
+    "warmup_steps",
+    "cooldown_steps",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "weight_decay",
+    "label_smoothing",
+    "label_smoothing_factor",
+    "max_grad_norm",
+    "batch_tokens",
+    "per_device_train_batch_size",
+    "train_sampling_strategy",
+    "gradient_accumulation_steps",
+    "num_processes",
+]
 """Arguments that the card shows, as far as the run has them: `training.train` and `training.finetune` differ."""
-LORA = ("lora_rank", "lora_alpha", "lora_dropout")
+LORA = ["lora_rank", "lora_alpha", "lora_dropout"]
 """Arguments that are shown where adapters were trained."""
 OPTIONS = {"language": "--language", "datasets": "--datasets", "license": "--license", "commit": "--commit"}
 """Options that fill a hole of the card when the run cannot."""
@@ -351,7 +356,7 @@ def recipe_of(run: Run) -> str:
     """Return the recipe as a table."""
     config, session = run.record["resolved"]["model"], run.record["sessions"][-1]
     rows = {"peak learning rate": f"{run.record['resolved']['peak_learning_rate']:.3g}"}
-    names = RECIPE + (LORA if run.arguments.get("lora_rank") else ())
+    names = RECIPE + (LORA if run.arguments.get("lora_rank") else [])
     rows |= {name: run.arguments[name] for name in names if name in run.arguments}
     rows |= {name: config[name] for name in ("dropout", "attention_dropout", "activation_dropout", "parameter_sharing")}
     rows |= {"mixed_precision": session["mixed_precision"], "stopped": run.results["stopped"]}

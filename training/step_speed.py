@@ -47,7 +47,7 @@ def step_of(model: PreTrainedModel, batch: Batch) -> Callable[[], None]:
 
 
 def seconds_in_turn(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
-    """Return the times of each step, one a round; the first round is made twice and counted once."""
+    """Return the times of each step, one a round; each is made once before, untimed."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for step in steps.values():
         step()
