@@ -76,11 +76,21 @@ def test_an_unknown_key_stops_the_run_and_names_the_nearest(config, capsys):
         ("- seed\n", "must hold lines of the form"),
         ("seed: {\n", "is not YAML"),
         ("seed: one\n", "invalid int value: 'one'"),
-        ("metric_for_best_model: blue\n", "invalid choice: 'blue'"),
+        ("report_to: blue\n", "invalid choice: 'blue'"),
+        ("metrics:\n- a: b\n", "line 1: metrics takes a list of texts, got None among them"),
+        ("metrics: [a, -b]\n", "line 1: metrics takes a list of texts, got '-b' among them"),
     ],
 )
 def test_a_malformed_config_is_refused(config, capsys, text, message):
     assert message in error_of([*config(text), *REQUIRED], capsys)
+
+
+def test_lists_are_lists_on_the_command_line_and_in_a_file(config):
+    yaml = config("metrics: [meteor, own/metric.py]\nfurther_validation:\n- a.en:a.de\n")
+    _, data, recipe = parse_arguments([*yaml, *REQUIRED])
+    assert (recipe.metrics, data.further_validation) == (["meteor", "own/metric.py"], ["a.en:a.de"])
+    assert parse_arguments([*yaml, *REQUIRED, "--metrics", "ter"])[2].metrics == ["ter"]
+    assert parse_arguments(REQUIRED)[2].metrics == []
 
 
 def test_a_config_that_does_not_exist_is_refused(capsys):
@@ -151,7 +161,8 @@ def test_no_name_is_in_two_groups_of_arguments():
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_shipped_configs_are_valid(path):
-    data = [] if "embedded_corpus" in path.read_text() else ["--train_file", "pairs.tsv"]
+    has_data = any(name in path.read_text() for name in ("embedded_corpus", "dataset_name"))
+    data = [] if has_data else ["--train_file", "pairs.tsv"]
     model = parse_arguments(["--config", str(path), *data])[0]
     VanillaTrmConfig(**model.given())
 

@@ -15,9 +15,11 @@ import pytest
 import torch
 from datasets import Dataset
 from torch.utils.data import DataLoader
+from transformers import AutoTokenizer
 
-from training.arguments import DataArguments
-from training.data import DroppedRows, PairCollator, TokenBatchSampler, load_pairs, sequence_lengths, tokenize_pairs
+from training.arguments import DataArguments, PairArguments
+from training.batching import PairCollator, TokenBatchSampler
+from training.data import DroppedRows, Limits, load_pairs, sequence_lengths, tokenize_pairs
 from training.tokenizer import train_tokenizer
 
 PAIRS = [
@@ -467,7 +469,7 @@ UNFIT = [
 
 
 def test_a_row_becomes_the_ids_of_both_sides_with_eos(tokenizer):
-    tokenized, dropped = tokenize_pairs(dataset_of(*PAIRS), tokenizer, max_source_length=99, max_target_length=99)
+    tokenized, dropped = tokenize_pairs(dataset_of(*PAIRS), tokenizer, Limits(99, 99))
     assert tokenized.column_names == ["input_ids", "labels"]
     for row, (source, target) in zip(tokenized, PAIRS, strict=True):
         assert row["input_ids"][-1] == row["labels"][-1] == 2
@@ -477,7 +479,7 @@ def test_a_row_becomes_the_ids_of_both_sides_with_eos(tokenizer):
 
 
 def test_empty_and_over_long_rows_are_dropped_counted_and_reported(tokenizer):
-    tokenized, dropped = tokenize_pairs(dataset_of(*UNFIT), tokenizer, max_source_length=5, max_target_length=4)
+    tokenized, dropped = tokenize_pairs(dataset_of(*UNFIT), tokenizer, Limits(5, 4))
     kept = [tokenizer.decode(row["input_ids"], skip_special_tokens=True) for row in tokenized]
     assert kept == ["abc", "abcd"]
     assert dropped == DroppedRows(empty=3, too_long=2, rows=7)
@@ -485,9 +487,7 @@ def test_empty_and_over_long_rows_are_dropped_counted_and_reported(tokenizer):
 
 
 def test_evaluation_keeps_every_row_in_its_place_and_cuts_the_over_long(tokenizer):
-    tokenized, counts = tokenize_pairs(
-        dataset_of(*UNFIT), tokenizer, max_source_length=5, max_target_length=4, drop=False
-    )
+    tokenized, counts = tokenize_pairs(dataset_of(*UNFIT), tokenizer, Limits(5, 4), drop=False)
     texts = [
         tuple(tokenizer.decode(row[side], skip_special_tokens=True) for side in ("input_ids", "labels"))
         for row in tokenized
@@ -510,16 +510,30 @@ def test_dropping_every_row_is_refused_with_the_counts_and_limits(tokenizer):
     with pytest.raises(
         ValueError, match=r"no row is left to train on: dropped 2 of 2 rows: 1 with .*, 1 over .*max_source_length 3"
     ):
-        tokenize_pairs(dataset_of(("", ""), ("abc", "d")), tokenizer, max_source_length=3, max_target_length=9)
+        tokenize_pairs(dataset_of(("", ""), ("abc", "d")), tokenizer, Limits(3, 9))
+
+
+@pytest.mark.parametrize("num_proc", [None, 2])
+def test_tokenisation_is_done_once_whatever_the_tokenizer_did_meanwhile(tokenizer, tmp_path, num_proc):
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "pairs.tsv").write_text("source\ttarget\n" + "".join(f"{a}\t{b}\n" for a, b in PAIRS[:3] * 4))
+    seen = []
+    for _ in range(2):
+        rows = load_pairs(PairArguments(train_file=str(tmp_path / "pairs.tsv")))["train"]
+        loaded = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+        loaded("a text", padding="max_length", max_length=40, truncation=True)
+        tokenized, _ = tokenize_pairs(rows, loaded, Limits(99, 99), num_proc=num_proc)
+        seen.append([(file["filename"], os.stat(file["filename"]).st_mtime_ns) for file in tokenized.cache_files])
+    assert seen[0] == seen[1] != []
 
 
 def test_special_tokens_in_the_text_are_text(tokenizer):
-    tokenized, _ = tokenize_pairs(dataset_of(("</s>", "<pad>")), tokenizer, max_source_length=9, max_target_length=9)
+    tokenized, _ = tokenize_pairs(dataset_of(("</s>", "<pad>")), tokenizer, Limits(9, 9))
     assert [len(tokenized[0][side]) for side in ("input_ids", "labels")] == [4 + 1, 5 + 1]
 
 
 def test_sequence_lengths_follow_the_rows_that_are_kept(tokenizer):
-    tokenized, _ = tokenize_pairs(dataset_of(*UNFIT), tokenizer, max_source_length=5, max_target_length=4)
+    tokenized, _ = tokenize_pairs(dataset_of(*UNFIT), tokenizer, Limits(5, 4))
     source_lengths, target_lengths = sequence_lengths(tokenized)
     assert source_lengths.tolist() == [4, 5]
     assert target_lengths.tolist() == [3, 4]
@@ -686,7 +700,7 @@ def test_the_collator_rounds_widths_up(multiple, source_width, target_width):
 
 
 def test_a_loader_gives_every_token_once(tokenizer):
-    tokenized, _ = tokenize_pairs(dataset_of(*PAIRS), tokenizer, max_source_length=99, max_target_length=99)
+    tokenized, _ = tokenize_pairs(dataset_of(*PAIRS), tokenizer, Limits(99, 99))
     sampler = TokenBatchSampler(*sequence_lengths(tokenized), batch_tokens=100, seed=0)
     loader = DataLoader(tokenized, batch_sampler=sampler, collate_fn=PairCollator(tokenizer.pad_token_id))
     tokens = [(batch["attention_mask"].sum().item(), (batch["labels"] != -100).sum().item()) for batch in loader]

@@ -12,7 +12,7 @@ from datasets import Dataset
 from tests.conftest import tiny_model
 from tests.updates import LENGTHS, make_rows
 from training.arguments import RecipeArguments
-from training.data import tokenize_pairs
+from training.data import Limits, tokenize_pairs
 from training.evaluation import (
     Evaluator,
     TranslationMetric,
@@ -114,8 +114,15 @@ def test_an_evaluator_scores_every_row_against_its_own_reference(tokenizer):
     answers = translate_all(model, tokenizer, sources, config)
     targets = [*answers[:5], "another", ""]  # 6 of 7 are what the model says; one row is empty
     split = Dataset.from_dict({"source": sources, "target": targets})
-    tokenized, _ = tokenize_pairs(split, tokenizer, max_source_length=90, max_target_length=90, drop=False)
+    tokenized, _ = tokenize_pairs(split, tokenizer, Limits(90, 90), drop=False)
     recipe = RecipeArguments(output_dir="none", max_updates=1, eval_max_rows=2, batch_tokens=300)
-    evaluator = Evaluator(split, tokenized, tokenizer, recipe=recipe, accelerator=Accelerator(cpu=True))
+    evaluator = Evaluator(
+        split,
+        tokenized,
+        tokenizer,
+        recipe=recipe,
+        metric=TranslationMetric(),
+        accelerator=Accelerator(cpu=True),
+    )
     assert evaluator.final(model.train())["exact_match"] == pytest.approx(100 * 6 / 7)
     assert evaluator.during_training(model.train())["exact_match"] == 100

@@ -35,8 +35,9 @@ from tests.pairs import write_reversed_pairs
 from tests.updates import LENGTHS
 from training import publish
 from training.arguments import PairArguments, parse_dataclasses
+from training.batching import PairCollator
 from training.card import read_run, render_card
-from training.data import PairCollator, load_pairs
+from training.data import load_pairs
 from training.evaluation import TranslationMetric
 from training.finetune import CardArguments, FineTuningArguments, TrainerArguments, main, newest_checkpoint
 from training.run_log import RunLog, weights_digest

@@ -9,8 +9,8 @@ from accelerate import Accelerator
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from tests.conftest import tiny_model
-from training.data import PairCollator
-from training.objective import accumulate_gradient, count_targets
+from training.batching import PairCollator
+from training.objective import accumulate_gradient, clip_gradient, count_targets
 
 LENGTHS = [(7, 5), (2, 9), (4, 4), (3, 2), (6, 6), (5, 11), (3, 3), (8, 2)]
 """(source, target) tokens of eight sentences."""
@@ -44,8 +44,7 @@ def update(model, accelerator, split, *, label_smoothing, max_grad_norm):
         accelerator=accelerator,
         label_smoothing=label_smoothing,
     )
-    if max_grad_norm:
-        accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
+    clip_gradient(list(model.parameters()), max_grad_norm)
     torch.optim.SGD(model.parameters(), lr=0.5).step()
 
 

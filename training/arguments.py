@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -73,6 +73,12 @@ class PairArguments:
     target_column: str = field(default="target", metadata={"help": "Column of targets; dots reach into structs."})
     max_source_length: int = field(default=256, metadata={"help": "Tokens, EOS included; longer rows are dropped."})
     max_target_length: int = field(default=256, metadata={"help": "Tokens, EOS included; longer rows are dropped."})
+    max_length_ratio: float | None = field(
+        default=None, metadata={"help": "Tokens of the longer side for each of the shorter; else rows are dropped."}
+    )
+    preprocessing_workers: int | None = field(
+        default=None, metadata={"help": "Processes that tokenise; else one, with as many threads as there are cores."}
+    )
 
     def __post_init__(self) -> None:
         kinds = {
@@ -84,9 +90,9 @@ class PairArguments:
         given = [kind for kind, value in kinds.items() if value is not None]
         if len(given) != 1:
             raise ValueError(f"give exactly one of {', '.join(kinds)}; got {', '.join(given) or 'none of them'}")
-        for name in ("max_source_length", "max_target_length"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} ({getattr(self, name)}) must be at least 1")
+        for name in ("max_source_length", "max_target_length", "max_length_ratio", "preprocessing_workers"):
+            if (value := getattr(self, name)) is not None and not value >= 1:
+                raise ValueError(f"{name} ({value}) must be at least 1")
         for split in ("train", "validation", "test"):
             self._check_files(split, given[0])
 
@@ -105,12 +111,38 @@ class PairArguments:
 
 @dataclass
 class DataArguments(PairArguments):
-    """The sentence pairs, and the tokenizer of a model that has none yet."""
+    """The sentence pairs, how they are read, and the tokenizer of a model that has none yet.
 
+    Raises:
+        ValueError: If a value is out of range, or the data cannot be streamed.
+    """
+
+    further_validation: list[str] = field(
+        default_factory=list,
+        metadata={"help": "More validation sets, scored and logged: tables, or aligned files as SOURCE:TARGET."},
+    )
+    streaming: bool = field(
+        default=False, metadata={"help": "Read the training split on the way, in memory that does not grow with it."}
+    )
+    shuffle_buffer: int = field(
+        default=20_000, metadata={"help": "Rows that are shuffled and batched together when streaming."}
+    )
     tokenizer: str | None = field(
         default=None, metadata={"help": "Folder or Hub id of a tokenizer; without it one is trained."}
     )
     vocab_size: int = field(default=8000, metadata={"help": "Vocabulary of a tokenizer trained here."})
+    tokenizer_rows: int = field(
+        default=1_000_000,
+        metadata={"help": "Pairs that a tokenizer is trained on, at most: spread over the data, or a stream's first."},
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("shuffle_buffer", "tokenizer_rows"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} ({getattr(self, name)}) must be at least 1")
+        if self.streaming and self.embedded_corpus is not None:
+            raise ValueError(f"streaming reads files or the Hub; the embedded corpus ({self.embedded_corpus}) is made")
 
 
 @dataclass
@@ -125,6 +157,9 @@ class RecipeArguments:
 
     output_dir: str = field(metadata={"help": "Folder of everything that the run writes."})
     seed: int = field(default=42, metadata={"help": "Seed of weights, data order and dropout."})
+    initial_weights: str | None = field(
+        default=None, metadata={"help": "Folder or Hub id of a model of the same architecture to begin with."}
+    )
 
     learning_rate: float | None = field(
         default=None, metadata={"help": "Peak of the schedule; without it the paper's formula decides."}
@@ -136,6 +171,12 @@ class RecipeArguments:
     adam_epsilon: float = field(default=1e-9, metadata={"help": "Adam's epsilon."})
     label_smoothing: float = field(default=0.1, metadata={"help": "Mass spread over the whole vocabulary."})
     max_grad_norm: float = field(default=0.0, metadata={"help": "Clip the gradient's global norm; 0 is off."})
+    max_skipped_updates: int = field(
+        default=5, metadata={"help": "Updates in a row left out because their gradient is not finite, at most."}
+    )
+    ema_decay: float = field(
+        default=0.0, metadata={"help": "Evaluate and publish a moving average of the weights, of this decay; 0 is off."}
+    )
     batch_tokens: int = field(
         default=4096, metadata={"help": "Rows times longest side, at most, of one batch of one process."}
     )
@@ -156,8 +197,11 @@ class RecipeArguments:
     eval_batch_tokens: int = field(
         default=8192, metadata={"help": "Source tokens times beams in a batch of decoding, at most."}
     )
-    metric_for_best_model: Literal["bleu", "chrf", "exact_match", "loss"] = field(
-        default="bleu", metadata={"help": "Validation metric that chooses the best model."}
+    metric_for_best_model: str = field(
+        default="bleu", metadata={"help": "Validation metric that chooses the best model, and ends training early."}
+    )
+    metrics: list[str] = field(
+        default_factory=list, metadata={"help": "More metrics, of the `evaluate` library: names or paths of scripts."}
     )
     bleu_tokenize: str = field(default="13a", metadata={"help": "sacreBLEU's tokenizer: 13a, zh, ja-mecab, ..."})
     num_samples: int = field(default=3, metadata={"help": "Sample translations printed at each evaluation."})
@@ -193,7 +237,7 @@ class RecipeArguments:
             raise ValueError("nothing stops this run: give max_updates, max_epochs or max_minutes")
         may_be_zero = {"seed", "warmup_steps", "cooldown_steps", "label_smoothing", "max_grad_norm", "num_workers"}
         may_be_zero |= {"early_stopping_patience", "eval_max_rows", "num_samples", "keep_checkpoints"}
-        may_be_zero |= {"max_length_a", "max_length_b", "adam_beta1", "adam_beta2"}
+        may_be_zero |= {"max_length_a", "max_length_b", "adam_beta1", "adam_beta2", "max_skipped_updates", "ema_decay"}
         for name, value in vars(self).items():
             if not isinstance(value, int | float) or name == "length_penalty":
                 continue
@@ -201,7 +245,7 @@ class RecipeArguments:
                 raise ValueError(f"{name} ({value}) must not be negative")
             if name not in may_be_zero and not isinstance(value, bool) and not value > 0:
                 raise ValueError(f"{name} ({value}) must be greater than 0")
-        for name in ("label_smoothing", "adam_beta1", "adam_beta2"):
+        for name in ("label_smoothing", "adam_beta1", "adam_beta2", "ema_decay"):
             if not getattr(self, name) < 1:
                 raise ValueError(f"{name} ({getattr(self, name)}) must be below 1")
         if self.cooldown_steps and self.max_updates is None:
@@ -241,14 +285,15 @@ def parse_dataclasses(kinds: Sequence[type], arguments: Sequence[str] | None, *,
     config, flags = config_parser.parse_known_args(command_line)
     try:
         if config.config is not None:
-            names = [field.name for kind in kinds for field in dataclasses.fields(kind) if field.init]
-            flags = _flags_of_yaml(config.config, names) + flags
+            fields = [field for kind in kinds for field in dataclasses.fields(kind) if field.init]
+            lists = {field.name for field in fields if field.default_factory is list}
+            flags = _flags_of_yaml(config.config, [field.name for field in fields], lists) + flags
         return parser.parse_args_into_dataclasses(flags, look_for_args_file=False)[: len(kinds)]
     except (OSError, ValueError) as error:
         parser.error(re.sub(r"hf_\w+", "hf_...", str(error)))  # a token behind a flag that there is not
 
 
-def _flags_of_yaml(path: Path, names: Sequence[str]) -> list[str]:
+def _flags_of_yaml(path: Path, names: Sequence[str], lists: Set[str]) -> list[str]:
     """Return a YAML file as flags, so that argparse reads both alike; YAML takes `1e-4` for text and `no` for False."""
     try:
         root = yaml.compose(path.read_text(encoding="utf-8"), yaml.BaseLoader)
@@ -256,7 +301,7 @@ def _flags_of_yaml(path: Path, names: Sequence[str]) -> list[str]:
         raise ValueError(f"{path} is not YAML: {error}") from error
     if root is not None and not isinstance(root, yaml.MappingNode):
         raise ValueError(f"{path} must hold lines of the form `argument: value`")
-    flags: dict[str, str] = {}
+    flags: list[str] = []
     seen = set()
     for key, value in root.value if root is not None else ():
         place = f"{path}, line {key.start_mark.line + 1}"
@@ -266,8 +311,13 @@ def _flags_of_yaml(path: Path, names: Sequence[str]) -> list[str]:
         if key.value in seen:
             raise ValueError(f"{place}: {key.value} stands twice")
         seen.add(key.value)
-        if not isinstance(value, yaml.ScalarNode):
+        if isinstance(value, yaml.SequenceNode) and key.value in lists:
+            items = [item.value if isinstance(item, yaml.ScalarNode) else None for item in value.value]
+            if wrong := [item for item in items if not item or item.startswith("-")]:
+                raise ValueError(f"{place}: {key.value} takes a list of texts, got {wrong[0]!r} among them")
+            flags += [f"--{key.value}", *items] if items else []
+        elif not isinstance(value, yaml.ScalarNode):
             raise ValueError(f"{place}: {key.value} takes one value")
-        if value.style is not None or value.value not in ("", "null", "~"):  # an empty text in quotes is a value
-            flags[key.value] = value.value
-    return [f"--{name}={value}" for name, value in flags.items()]
+        elif value.style is not None or value.value not in ("", "null", "~"):  # an empty text in quotes is a value
+            flags.append(f"--{key.value}={value.value}")
+    return flags

@@ -1,6 +1,8 @@
-"""Benchmarks: `python -m training.benchmark initialisation [--output_dir DIR] [--flag value ...]`, or `sharing`.
+"""Benchmarks: `python -m training.benchmark initialisation [--output_dir DIR] [--flag value ...]`, or another command.
 
 `sharing` times a training step of every sharing mode in turn, on one batch, and compares the sizes of their files.
+
+`streaming` trains a tiny model for an epoch of a generated corpus and of a longer one, and compares the peak memory.
 
 `initialisation` trains the model of `configs/reverse.yaml` to reverse lines of random letters, once for each
 initialisation, with everything else equal, and compares how soon held-out lines are reversed without an error. Flags
@@ -29,6 +31,7 @@ from hf_vanilla_trm import VanillaTrmConfig, VanillaTrmForConditionalGeneration
 from training import train
 from training.arguments import ModelArguments, parse_arguments
 from training.step_speed import SIZES, compare_modes
+from training.stream_memory import compare_stream_memory
 
 REVERSE = Path(__file__).parent / "configs" / "reverse.yaml"
 THRESHOLD = 99.0
@@ -79,11 +82,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sharing.add_argument("--length", type=int, default=32, help="Tokens of each (default: 32).")
     sharing.add_argument("--rounds", type=int, default=9, help="Steps that are timed (default: 9).")
     sharing.add_argument("--output_dir", type=Path, default=Path("runs/benchmark/sharing"))
+    streaming = commands.add_parser("streaming", help="Memory of training on a longer corpus.", allow_abbrev=False)
+    streaming.add_argument("--lines", type=int, default=100_000, help="Pairs of the shorter corpus (default: 100000).")
+    streaming.add_argument("--times", type=int, default=20, help="How much longer the other is (default: 20).")
+    streaming.add_argument("--output_dir", type=Path, default=Path("runs/benchmark/streaming"))
     options, flags = parser.parse_known_args(arguments)
+    if options.command != "initialisation" and flags:
+        parser.error(f"unrecognized arguments: {' '.join(flags)}")
     if options.command == "sharing":
-        if flags:
-            parser.error(f"unrecognized arguments: {' '.join(flags)}")
         return compare_sharing_modes(options)
+    if options.command == "streaming":
+        result = compare_stream_memory(options.output_dir, options.lines, options.times)
+        print(f"peak memory with {options.times} times the lines: {result['ratio']:.3f} times")
+        return 0
     return compare_initialisations(options, ["--config", str(options.config), *flags])
 
 
@@ -129,6 +140,8 @@ def compare_initialisations(options: argparse.Namespace, flags: list[str]) -> in
         logging.getLogger("training").info("initialisation %s", name)
         if code := train.main([*run_flags[name], *data_flags], initialise=initialise):
             return code
+        if not (folder / name / "results.json").exists():  # a signal has ended it
+            return 0
         report["initialisations"][name] = {
             "weights": DESCRIPTIONS[name],
             "fresh_loss": fresh_loss(model_arguments, initialise, seed=recipe.seed),

@@ -33,7 +33,7 @@ import transformers
 from hf_vanilla_trm import VanillaTrmConfig, VanillaTrmForConditionalGeneration
 from training.arguments import DataArguments, ModelArguments, RecipeArguments, parse_dataclasses
 from training.comparison_report import write_report
-from training.data import load_pairs
+from training.data import SPLITS, load_pairs
 from training.evaluation import TranslationMetric
 from training.run_log import write_json
 from training.translate import decoding_config, load, translate_all
@@ -201,10 +201,13 @@ def train(arguments: CompareArguments, variant: Variant, seed: str) -> dict[str,
 
     Raises:
         subprocess.CalledProcessError: If the run fails; it has said why.
+        ValueError: If a signal has ended it.
     """
     results = run_folder(arguments, variant, seed) / "results.json"
     if not results.exists():
         subprocess.run(train_command(arguments, variant, seed), check=True)
+    if not results.exists():
+        raise ValueError(f"{results.parent} was stopped before it was finished; the same command continues")
     return json.loads(results.read_text())
 
 
@@ -361,7 +364,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         model, data, recipe = parse_dataclasses(kinds, flags, description="")
         if model.parameter_sharing not in (None, "none"):
             raise ValueError(f"base: parameter_sharing ({model.parameter_sharing}) must be none, it is compared with")
-        splits = load_pairs(data)
+        splits = load_pairs(data, SPLITS[1:], streaming=data.streaming)
         if "test" not in splits and "validation" not in splits:
             raise ValueError("base: there is neither test nor validation data to compare on")
         split = "test" if "test" in splits else "validation"

@@ -1,4 +1,4 @@
-r"""Pairs of source and target text, from files or the Hub, as batches of token ids (section 5.1 of the paper).
+r"""Pairs of source and target text, from files or the Hub, as token ids.
 
 Files are read row by row, so that an error can name the file, the line and the rule, and so that a line is what the
 file says it is: "\n" or "\r\n" ends it, and nothing else. What is read goes into the Arrow cache of `datasets`.
@@ -8,9 +8,8 @@ import csv
 import hashlib
 import itertools
 import json
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,9 @@ import numpy as np
 import pyarrow
 import pyarrow.compute
 import pyarrow.parquet
-import torch
-from datasets import Dataset, DatasetDict, Features, Value, load_dataset
+from datasets import Dataset, DatasetDict, Features, IterableDataset, Value, load_dataset
 from datasets.exceptions import DatasetGenerationError
-from torch.utils.data import Sampler
+from huggingface_hub import HfApi
 from transformers import PreTrainedTokenizerBase
 
 from training.arguments import PairArguments
@@ -38,8 +36,13 @@ Row = tuple[str, dict[str, Any]]  # the place of a row, for messages; its column
 # Reading pairs -----------------------------------------------------------------------------------------------------
 
 
-def load_pairs(arguments: PairArguments) -> DatasetDict:
+def load_pairs(arguments: PairArguments, names: Sequence[str] = SPLITS, *, streaming: bool = False) -> DatasetDict:
     """Load the splits that the arguments name, each with the text columns "source" and "target".
+
+    Args:
+        arguments: Where the pairs come from.
+        names: The splits that are wanted, of those that the arguments name.
+        streaming: Take from a data set on the Hub these splits alone, where otherwise all of it is downloaded.
 
     Raises:
         ValueError: For unequal line counts, a missing column or split, an empty file, bytes that are not UTF-8, an
@@ -47,17 +50,98 @@ def load_pairs(arguments: PairArguments) -> DatasetDict:
         FileNotFoundError: If there is no such file.
     """
     if arguments.embedded_corpus is not None:
-        return generate_pairs(arguments.embedded_corpus)
+        return DatasetDict(
+            {name: split for name, split in generate_pairs(arguments.embedded_corpus).items() if name in names}
+        )
     if arguments.dataset_name is not None:
-        return _load_hub_pairs(arguments)
+        return _load_hub_pairs(arguments, names, streaming)
     splits = DatasetDict()
-    for split in SPLITS:
+    for split in names:
         source, target, table = (getattr(arguments, f"{split}_{kind}") for kind in ("source", "target", "file"))
         if table is not None:
             splits[split] = _load_files(read_table, [table], arguments.source_column, arguments.target_column)
         elif source is not None:
             splits[split] = _load_files(read_aligned, [source, target])
     return splits
+
+
+def load_further_pairs(places: Sequence[str], arguments: PairArguments) -> DatasetDict:
+    """Load validation sets besides the first, each under the name of its file without the suffix.
+
+    Args:
+        places: For each set a table, or two aligned files as SOURCE:TARGET.
+        arguments: The columns of tables.
+
+    Raises:
+        ValueError: If two sets have one name, or as for `load_pairs`.
+        FileNotFoundError: If there is no such file.
+    """
+    splits = DatasetDict()
+    for place in places:
+        source, colon, target = place.partition(":")
+        name = f"validation_{Path(source).stem}"
+        if name in splits:
+            raise ValueError(f"two validation sets would be called {name}: rename a file, {source} for one")
+        if colon:
+            splits[name] = _load_files(read_aligned, [source, target])
+        else:
+            splits[name] = _load_files(read_table, [source], arguments.source_column, arguments.target_column)
+    return splits
+
+
+class PairStream:
+    """A split that is read row by row, from any row on.
+
+    Args:
+        arguments: Where the pairs come from: files, or a data set on the Hub.
+        split: One of `SPLITS`.
+
+    Attributes:
+        num_rows: How many there are, where that can be known without reading the split as pairs.
+
+    Raises:
+        ValueError: If two aligned files have unequal line counts, there is no row, or the first cannot be read.
+        FileNotFoundError: If there is no such file.
+    """
+
+    def __init__(self, arguments: PairArguments, split: str = "train") -> None:
+        self.num_rows: int | None = None
+        source, target, table = (getattr(arguments, f"{split}_{kind}") for kind in ("source", "target", "file"))
+        for file in (source, target, table):
+            if file is not None and not Path(file).exists():
+                raise FileNotFoundError(f"{file}: there is no such file")
+        if arguments.dataset_name is not None:
+            wanted = getattr(arguments, f"{split}_split")
+            self.place = f"dataset {arguments.dataset_name!r}, split {wanted!r}"
+            self.columns = (arguments.source_column, arguments.target_column)
+            try:
+                self.rows = load_dataset(
+                    arguments.dataset_name, arguments.dataset_config_name, split=wanted, streaming=True
+                )
+            except ValueError as error:
+                raise ValueError(f"{self.place}: {error}") from error
+        else:
+            self.place = f"{table or source}"
+            self.columns = ("source", "target")
+            reader, words = (
+                (read_table, (table, arguments.source_column, arguments.target_column))
+                if table is not None
+                else (read_aligned, (source, target))
+            )
+            if source is not None and target is not None:
+                self.num_rows = _count_aligned(source, target)
+            self.rows = IterableDataset.from_generator(
+                _run_reader, features=PAIR_FEATURES, gen_kwargs={"reader": reader, "arguments": words, "stamps": ()}
+            )
+        if next(self.read(0), None) is None:
+            raise ValueError(f"{self.place}: there are no rows")
+
+    def read(self, first_row: int) -> Iterator[Pair]:
+        """Yield the rows from one of them on, counted from 0; those before it are read and left out."""
+        source_column, target_column = self.columns
+        for number, row in enumerate(self.rows.skip(first_row), start=first_row):
+            place = f"{self.place}, row {number + 1}"
+            yield {"source": _text(row, source_column, place), "target": _text(row, target_column, place)}
 
 
 def read_aligned(source_path: str, target_path: str) -> Iterator[Pair]:
@@ -68,10 +152,8 @@ def read_aligned(source_path: str, target_path: str) -> Iterator[Pair]:
     """
     for source, target in itertools.zip_longest(_read_lines(source_path), _read_lines(target_path)):
         if source is None or target is None:
-            raise ValueError(
-                f"{source_path} has {_count_lines(source_path)} lines and {target_path} has "
-                f"{_count_lines(target_path)}: line n of one must be the translation of line n of the other"
-            )
+            _count_aligned(source_path, target_path)  # says what both have
+            raise ValueError(f"{source_path} or {target_path} has changed while it was read")
         yield {"source": source[1], "target": target[1]}
 
 
@@ -166,9 +248,18 @@ def _read_lines(path: str) -> Iterator[tuple[int, str]]:
         raise ValueError(f"{path}: the file is empty")
 
 
-def _count_lines(path: str) -> int:
-    with open(path, "rb") as file:
-        return sum(1 for _ in file)
+def _count_aligned(source_path: str, target_path: str) -> int:
+    """Return how many lines two aligned files have; refuse unequal counts."""
+    counts = []
+    for path in (source_path, target_path):
+        with open(path, "rb") as file:
+            counts.append(sum(1 for _ in file))
+    if counts[0] != counts[1]:
+        raise ValueError(
+            f"{source_path} has {counts[0]} lines and {target_path} has {counts[1]}: line n of one must be the "
+            "translation of line n of the other"
+        )
+    return counts[0]
 
 
 def _text(row: dict[str, Any], column: str, place: str) -> str:
@@ -215,11 +306,14 @@ def _run_reader(
     return reader(*arguments)
 
 
-def _load_hub_pairs(arguments: PairArguments) -> DatasetDict:
+def _load_hub_pairs(arguments: PairArguments, names: Sequence[str], streaming: bool) -> DatasetDict:
     splits = DatasetDict()
-    for split in SPLITS:
+    for split in names:
         wanted = getattr(arguments, f"{split}_split")
         if not wanted:
+            continue
+        if streaming:
+            splits[split] = Dataset.from_list(list(PairStream(arguments, split).read(0)), features=PAIR_FEATURES)
             continue
         place = f"dataset {arguments.dataset_name!r}, split {wanted!r}"
         try:
@@ -256,51 +350,89 @@ def _select_pairs(dataset: Dataset, source_column: str, target_column: str, plac
 # Tokenising --------------------------------------------------------------------------------------------------------
 
 
+TokenizedPair = dict[str, list[int]]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a pair must keep to, to be trained on.
+
+    Attributes:
+        max_source_length: Most tokens of a source, EOS included.
+        max_target_length: Most tokens of a target, EOS included.
+        max_length_ratio: Most tokens of the longer side for each of the shorter; None for any.
+    """
+
+    max_source_length: int
+    max_target_length: int
+    max_length_ratio: float | None = None
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {value}" for name, value in vars(self).items() if value is not None)
+
+    def sort_out(
+        self, empty: np.ndarray, source_lengths: np.ndarray, target_lengths: np.ndarray
+    ) -> tuple[np.ndarray, "DroppedRows"]:
+        """Return which rows are fit, shape (rows,), and how many are not, each counted for its first fault."""
+        too_long = ~empty & ((source_lengths > self.max_source_length) | (target_lengths > self.max_target_length))
+        uneven = np.zeros_like(empty)
+        if self.max_length_ratio is not None:
+            shorter, longer = np.minimum(source_lengths, target_lengths), np.maximum(source_lengths, target_lengths)
+            uneven = ~empty & ~too_long & (longer > self.max_length_ratio * shorter)
+        counts = DroppedRows(int(empty.sum()), int(too_long.sum()), int(uneven.sum()), rows=len(empty))
+        return ~empty & ~too_long & ~uneven, counts
+
+
 @dataclass(frozen=True)
 class DroppedRows:
-    """Rows that `tokenize_pairs` found unfit for training; as a string, a line for the log.
+    """Rows that are unfit for training; as a string, a line for the log.
 
     Attributes:
         empty: Rows with nothing but white space on one side or both.
         too_long: Other rows over a length limit.
+        uneven: Other rows whose sides differ too much in length.
         rows: All rows.
         kept: Whether all were kept (evaluation), those over a limit cut to it.
     """
 
-    empty: int
-    too_long: int
-    rows: int
+    empty: int = 0
+    too_long: int = 0
+    uneven: int = 0
+    rows: int = 0
     kept: bool = False
 
+    def __add__(self, other: "DroppedRows") -> "DroppedRows":
+        """Return the counts of both, of rows that are dropped."""
+        names = ("empty", "too_long", "uneven", "rows")
+        return DroppedRows(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
     def __str__(self) -> str:
+        empty = f"{self.empty:,} with an empty side"
         if self.kept:
-            return (
-                f"kept all of {self.rows:,} rows: {self.empty:,} with an empty side, "
-                f"{self.too_long:,} over a length limit and cut to it"
-            )
+            return f"kept all of {self.rows:,} rows: {empty}, {self.too_long:,} over a length limit and cut to it"
         return (
-            f"dropped {self.empty + self.too_long:,} of {self.rows:,} rows: {self.empty:,} with an empty side, "
-            f"{self.too_long:,} over a length limit"
+            f"dropped {self.empty + self.too_long + self.uneven:,} of {self.rows:,} rows: {empty}, "
+            f"{self.too_long:,} over a length limit" + (f", {self.uneven:,} too uneven" if self.uneven else "")
         )
 
 
 def tokenize_pairs(
     dataset: Dataset,
     tokenizer: PreTrainedTokenizerBase,
+    limits: Limits,
     *,
-    max_source_length: int,
-    max_target_length: int,
     drop: bool = True,
+    num_proc: int | None = None,
 ) -> tuple[Dataset, DroppedRows]:
-    """Turn text into token ids.
+    """Turn text into token ids, once: the cache of `datasets` knows the rows and the tokenizer again.
 
     Args:
         dataset: Rows with "source" and "target".
         tokenizer: A tokenizer that turns a text into pieces and EOS.
-        max_source_length: Most tokens of a source, EOS included.
-        max_target_length: Most tokens of a target, EOS included.
-        drop: Whether to drop empty and over-long rows (training). Otherwise (evaluation) every row stays in its place,
-            and an over-long side is cut to the limit, EOS its last token.
+        limits: What is fit for training.
+        drop: Whether to drop what is not (training). Otherwise (evaluation) every row stays in its place, and an
+            over-long side is cut to the limit, EOS its last token.
+        num_proc: Processes; a fast tokenizer uses several threads of one.
 
     Returns:
         Rows with `input_ids` and `labels`, and the counts of rows that are unfit.
@@ -313,25 +445,55 @@ def tokenize_pairs(
         batched=True,
         remove_columns=dataset.column_names,
         fn_kwargs={"tokenizer": tokenizer},
+        num_proc=num_proc,
         desc="Tokenising",
     )
-    source_lengths, target_lengths = sequence_lengths(tokenized)
     empty = np.asarray(tokenized["empty"], dtype=bool)
-    too_long = ~empty & ((source_lengths > max_source_length) | (target_lengths > max_target_length))
-    counts = DroppedRows(empty=int(empty.sum()), too_long=int(too_long.sum()), rows=len(dataset), kept=not drop)
+    fit, counts = limits.sort_out(empty, *sequence_lengths(tokenized))
     tokenized = tokenized.remove_columns("empty")
     if drop:
-        fit = np.flatnonzero(~empty & ~too_long)
-        if len(fit) == 0:
-            raise ValueError(
-                f"no row is left to train on: {counts} "
-                f"(max_source_length {max_source_length}, max_target_length {max_target_length})"
-            )
-        return tokenized.select(fit), counts
-    if too_long.any():
-        limits = {"input_ids": max_source_length, "labels": max_target_length}
-        tokenized = tokenized.map(_cut, batched=True, fn_kwargs={"limits": limits}, desc="Cutting over-long rows")
+        if not fit.any():
+            raise ValueError(f"no row is left to train on: {counts} ({limits})")
+        return tokenized.select(np.flatnonzero(fit)), counts
+    if counts.too_long:
+        longest = {"input_ids": limits.max_source_length, "labels": limits.max_target_length}
+        tokenized = tokenized.map(_cut, batched=True, fn_kwargs={"limits": longest}, desc="Cutting over-long rows")
+    return tokenized, replace(counts, uneven=0, kept=True)
+
+
+def tokenize_rows(
+    rows: Sequence[Pair], tokenizer: PreTrainedTokenizerBase, limits: Limits
+) -> tuple[list[TokenizedPair], DroppedRows]:
+    """Turn rows that are in memory into token ids, without those that are unfit for training, and count these."""
+    tokenized: list[TokenizedPair] = []
+    counts = DroppedRows()
+    for start in range(0, len(rows), 1000):
+        batch = rows[start : start + 1000]
+        columns = _tokenize({side: [row[side] for row in batch] for side in ("source", "target")}, tokenizer)
+        lengths = (np.fromiter(map(len, columns[name]), np.int64) for name in ("input_ids", "labels"))
+        fit, dropped = limits.sort_out(np.asarray(columns["empty"], dtype=bool), *lengths)
+        counts += dropped
+        tokenized += [
+            {"input_ids": columns["input_ids"][row], "labels": columns["labels"][row]} for row in np.flatnonzero(fit)
+        ]
     return tokenized, counts
+
+
+def digest_stream(arguments: PairArguments) -> dict[str, str]:
+    """Return a digest of each training file by the name of its argument; for a data set on the Hub, its commit."""
+    if arguments.dataset_name is None:
+        named = {name: getattr(arguments, name) for name in ("train_source", "train_target", "train_file")}
+        return {name: _digest_file(path) for name, path in named.items() if path is not None}
+    folder = Path(arguments.dataset_name)
+    if not folder.is_dir():
+        return {"dataset_name": str(HfApi().dataset_info(arguments.dataset_name).sha)}
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): _digest_file(path) for path in files}
+
+
+def _digest_file(path: str | Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def fingerprint(splits: DatasetDict) -> dict[str, str]:
@@ -368,142 +530,3 @@ def _cut(batch: dict[str, list[list[int]]], limits: dict[str, int]) -> dict[str,
         column: [ids if len(ids) <= limit else [*ids[: limit - 1], ids[-1]] for ids in batch[column]]
         for column, limit in limits.items()
     }
-
-
-# Batching ----------------------------------------------------------------------------------------------------------
-
-
-class TokenBatchSampler(Sampler[list[int]]):
-    """Batches of row numbers, grouped by length, whose padded size stays within a budget of tokens.
-
-    "Sentence pairs were batched together by approximate sequence length" (section 5.1). In every epoch the rows are
-    sorted by length, equal lengths in random order, and cut into batches; then the batches are shuffled. The cost of a
-    batch is its number of rows times its longest sequence, source or target.
-
-    Each row comes once in an epoch, over all ranks. Every rank has the same number of batches, none of them empty:
-    where the batches cannot be dealt evenly, the largest are halved. The order depends on (seed, epoch) only.
-
-    Args:
-        source_lengths: Tokens of each row's source.
-        target_lengths: Tokens of each row's target.
-        batch_tokens: Highest cost of a batch.
-        seed: Seed of the order.
-        num_ranks: Processes that share an epoch.
-        rank: The one of them that this is.
-        shuffle: Whether to draw an order; otherwise batches come from short to long, the same in every epoch.
-
-    Raises:
-        ValueError: If a row alone is over the budget, or the rows cannot be dealt to the ranks in equally many batches.
-    """
-
-    def __init__(
-        self,
-        source_lengths: Sequence[int] | np.ndarray,
-        target_lengths: Sequence[int] | np.ndarray,
-        *,
-        batch_tokens: int,
-        seed: int,
-        num_ranks: int = 1,
-        rank: int = 0,
-        shuffle: bool = True,
-    ) -> None:
-        if len(source_lengths) != len(target_lengths):
-            raise ValueError(f"there are {len(source_lengths)} sources and {len(target_lengths)} targets")
-        if not 0 <= rank < num_ranks:
-            raise ValueError(f"rank ({rank}) must be at least 0 and less than num_ranks ({num_ranks})")
-        sources, targets = (np.asarray(lengths, dtype=np.int64) for lengths in (source_lengths, target_lengths))
-        self.longest = np.maximum(sources, targets)
-        self.total = sources + targets
-        self.batch_tokens = batch_tokens
-        self.seed = seed
-        self.num_ranks = num_ranks
-        self.rank = rank
-        self.shuffle = shuffle
-        self.epoch = 0
-        self._check_rows()
-        # rows of equal length are interchangeable, so that the sorted rows are cut at the same places in every epoch
-        self.batch_sizes = self._share_evenly(self._cut_to_budget(np.sort(self.longest)))
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order the next iteration follows."""
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        """Return the number of batches of this rank; it is the same in every epoch."""
-        return len(self.batch_sizes) // self.num_ranks
-
-    def __iter__(self) -> Iterator[list[int]]:
-        rng = np.random.default_rng((self.seed, self.epoch))
-        rows, batches = np.arange(len(self.longest)), np.arange(len(self.batch_sizes))
-        if self.shuffle:
-            rng.shuffle(rows)
-            rng.shuffle(batches)
-        # within one cost by total length, so that the shorter sides are alike too; the sort is stable
-        rows = rows[np.lexsort((self.total[rows], self.longest[rows]))]
-        starts = np.cumsum([0, *self.batch_sizes])
-        for batch in batches[self.rank :: self.num_ranks]:
-            yield rows[starts[batch] : starts[batch + 1]].tolist()
-
-    def _check_rows(self) -> None:
-        rows = len(self.longest)
-        if rows < self.num_ranks:
-            raise ValueError(f"{rows} rows cannot make a batch for each of {self.num_ranks} ranks")
-        over = int((self.longest > self.batch_tokens).sum())
-        if over:
-            row = int(self.longest.argmax())
-            raise ValueError(
-                f"{over} of {rows} rows are longer than batch_tokens ({self.batch_tokens}), the longest, row {row}, "
-                f"has {self.longest[row]} tokens: raise batch_tokens, or lower max_source_length and max_target_length"
-            )
-
-    def _cut_to_budget(self, costs: np.ndarray) -> list[int]:
-        """Cut ascending costs into the largest batches within the budget, and return the sizes of these."""
-        sizes, start = [], 0
-        while start < len(costs):
-            sizes_left = range(1, len(costs) - start + 1)
-            sizes.append(
-                bisect_right(sizes_left, self.batch_tokens, key=lambda size, left=costs[start:]: size * left[size - 1])
-            )
-            start += sizes[-1]
-        return sizes
-
-    def _share_evenly(self, sizes: list[int]) -> list[int]:
-        """Halve the largest batches until their number is a multiple of the number of ranks."""
-        for _ in range(-len(sizes) % self.num_ranks):
-            largest = int(np.argmax(sizes))
-            if sizes[largest] == 1:
-                raise ValueError(
-                    f"{len(self.longest)} rows, one a batch, cannot be dealt evenly to {self.num_ranks} ranks: "
-                    f"raise batch_tokens ({self.batch_tokens})"
-                )
-            half = sizes[largest] // 2
-            sizes[largest : largest + 1] = [half, sizes[largest] - half]
-        return sizes
-
-
-class PairCollator:
-    """Pads tokenised rows on the right.
-
-    Args:
-        pad_token_id: Fills `input_ids`; `labels` are filled with -100, which the loss leaves out.
-        pad_to_multiple_of: If given, both widths are rounded up to a multiple of it.
-    """
-
-    def __init__(self, pad_token_id: int, pad_to_multiple_of: int | None = None) -> None:
-        self.pad_token_id = pad_token_id
-        self.pad_to_multiple_of = pad_to_multiple_of
-
-    def __call__(self, rows: Sequence[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-        """Return `input_ids` and `attention_mask` (batch, source_length) and `labels` (batch, target_length), int64."""
-        sources = [row["input_ids"] for row in rows]
-        return {
-            "input_ids": self._pad(sources, self.pad_token_id),
-            "attention_mask": self._pad([[1] * len(ids) for ids in sources], 0),
-            "labels": self._pad([row["labels"] for row in rows], -100),
-        }
-
-    def _pad(self, sequences: list[list[int]], value: int) -> torch.Tensor:
-        width = max(len(ids) for ids in sequences)
-        if self.pad_to_multiple_of is not None:
-            width = -(-width // self.pad_to_multiple_of) * self.pad_to_multiple_of
-        return torch.tensor([ids + [value] * (width - len(ids)) for ids in sequences], dtype=torch.int64)

@@ -2,7 +2,9 @@
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from numbers import Real
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -12,14 +14,29 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch.utils.data import DataLoader
+from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from training.arguments import RecipeArguments
-from training.data import PairCollator, TokenBatchSampler, sequence_lengths
-from training.objective import IGNORED, Batch
-from training.translate import decoding_config, translate_all
+from training.batching import Batch, PairCollator, TokenBatchSampler
+from training.data import sequence_lengths
+from training.objective import IGNORED
+from training.translate import decoding_config, translate
 
 logger = logging.getLogger(__name__)
+
+ERRORS = ("loss", "perplexity", "ter", "wer", "cer")
+"""Metrics of which less is better; of all others more is."""
+
+
+def lower_is_better(name: str) -> bool:
+    """Return whether less of a number is better; one of several of a metric is called `metric_key`."""
+    return name.split("_", maxsplit=1)[0] in ERRORS
+
+
+def never() -> bool:
+    """Say that nobody asks to stop."""
+    return False
 
 
 class TranslationMetric(evaluate.Metric):
@@ -27,14 +44,27 @@ class TranslationMetric(evaluate.Metric):
 
     Args:
         bleu_tokenize: sacreBLEU's tokenizer for BLEU: "13a", or "zh", "ja-mecab", "ko-mecab" for those languages.
+        others: Metrics of the `evaluate` library, by name or by the path of their script, that score texts. Each
+            number that one returns is called like it; where it returns several, `name_key`.
+
+    Raises:
+        ValueError: If sacreBLEU has no such tokenizer, or another metric cannot be loaded or does not score texts.
     """
 
-    def __init__(self, bleu_tokenize: str = "13a") -> None:
+    def __init__(self, bleu_tokenize: str = "13a", others: Sequence[str] = ()) -> None:
         try:
             self.bleu, self.chrf = sacrebleu.BLEU(tokenize=bleu_tokenize), sacrebleu.CHRF()
         except (KeyError, ImportError, RuntimeError) as error:  # unknown, or without its own dependencies
             raise ValueError(f"bleu_tokenize ({bleu_tokenize!r}): sacreBLEU has no such tokenizer here") from error
         super().__init__(keep_in_memory=True)
+        self.others = {Path(name).stem: _load_metric(name) for name in others}
+        if len(self.others) < len(others):
+            raise ValueError(f"two of the metrics have one name: {', '.join(others)}")
+
+    def names(self) -> list[str]:
+        """Return the names of all numbers, found out on one pair of texts."""
+        scores = self.compute(predictions=["two words"], references=["two words"])
+        return [name for name, value in scores.items() if not isinstance(value, str)]
 
     def _info(self) -> evaluate.MetricInfo:
         text = datasets.Value("string")
@@ -46,7 +76,16 @@ class TranslationMetric(evaluate.Metric):
 
     def _compute(self, predictions: Sequence[str], references: Sequence[str]) -> dict[str, float | str]:
         equal = sum(prediction == reference for prediction, reference in zip(predictions, references, strict=True))
-        return {
+        scores: dict[str, float | str] = {}
+        for name, metric in self.others.items():
+            try:
+                result = metric.compute(predictions=predictions, references=references)
+            except (ArithmeticError, TypeError, ValueError) as error:
+                raise ValueError(f"the metric {name!r} cannot score these texts, a reference each: {error}") from error
+            of_metric = result if isinstance(result, dict) else {name: result}
+            numbers = {key: float(value) for key, value in of_metric.items() if isinstance(value, Real)}
+            scores |= {name if len(numbers) == 1 else f"{name}_{key}": value for key, value in numbers.items()}
+        return scores | {
             # Rounding takes a perfect score a little above 100.
             "bleu": min(100.0, self.bleu.corpus_score(predictions, [references]).score),
             "chrf": min(100.0, self.chrf.corpus_score(predictions, [references]).score),
@@ -54,6 +93,13 @@ class TranslationMetric(evaluate.Metric):
             "bleu_signature": str(self.bleu.get_signature()),
             "chrf_signature": str(self.chrf.get_signature()),
         }
+
+
+def _load_metric(name: str) -> evaluate.EvaluationModule:
+    try:
+        return evaluate.load(name)
+    except (ConnectionError, ImportError, OSError, ValueError) as error:
+        raise ValueError(f"the metric {name!r} cannot be loaded: {error}") from error
 
 
 def loss_batches(
@@ -72,21 +118,31 @@ def loss_batches(
 
 
 @torch.inference_mode()
-def evaluate_loss(model: torch.nn.Module, batches: Iterable[Batch], accelerator: Accelerator) -> dict[str, float]:
+def evaluate_loss(
+    model: torch.nn.Module, batches: Iterable[Batch], accelerator: Accelerator, stop: Callable[[], bool] = never
+) -> dict[str, float] | None:
     """Return `loss` and `perplexity` per target token, without label smoothing, over the batches of all ranks.
+
+    Returns None on every rank if one of them was asked to stop.
 
     Args:
         model: In evaluation mode.
         batches: This rank's share of the data; a target is in the share of one rank.
         accelerator: Sums over the ranks.
+        stop: Asked before each batch.
     """
-    total = torch.zeros(2, dtype=torch.float64)  # summed loss, targets
+    total = torch.zeros(3, dtype=torch.float64)  # summed loss, targets, ranks that were asked to stop
     for batch in batches:
+        if stop():
+            total[2] = 1
+            break
         targets = int((batch["labels"] != IGNORED).sum())
         on_device = {name: tensor.to(accelerator.device, non_blocking=True) for name, tensor in batch.items()}
         loss_sum = model(**on_device, num_items_in_batch=1, return_logits=False).loss
-        total += torch.tensor([float(loss_sum), targets], dtype=torch.float64)
-    loss_sum, targets = accelerator.reduce(total.to(accelerator.device), "sum").tolist()
+        total += torch.tensor([float(loss_sum), targets, 0], dtype=torch.float64)
+    loss_sum, targets, stopped = accelerator.reduce(total.to(accelerator.device), "sum").tolist()
+    if stopped:
+        return None
     loss = loss_sum / targets
     return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
 
@@ -99,16 +155,25 @@ def translate_on_all_ranks(
     *,
     accelerator: Accelerator,
     batch_tokens: int,
-) -> list[str]:
-    """Translate texts, each on one rank, and return all translations in order on every rank."""
+    stop: Callable[[], bool] = never,
+) -> list[str] | None:
+    """Translate texts, each on one rank, and return all translations in order on every rank.
+
+    Returns None on every rank if one of them was asked to stop, as `stop` is after each batch.
+    """
     by_length = sorted(range(len(texts)), key=lambda index: (len(texts[index]), index))
     share = by_length[accelerator.process_index :: accelerator.num_processes]  # even in number and in length
-    progress = "Decoding" if accelerator.is_main_process else None
-    translations = translate_all(
-        model, tokenizer, [texts[index] for index in share], config, batch_tokens=batch_tokens, progress=progress
+    own = translate(model, tokenizer, [texts[index] for index in share], config, batch_tokens=batch_tokens)
+    bar = tqdm(
+        own, total=len(share), desc="Decoding", unit="line", disable=not accelerator.is_main_process, leave=False
     )
-    gathered = gather_object(list(zip(share, translations, strict=True)))
-    return [translation for _, translation in sorted(gathered)]
+    done = []
+    for index, translation in bar:
+        done.append((share[index], translation))
+        if stop():
+            break
+    gathered = dict(gather_object(done))
+    return [gathered[index] for index in range(len(texts))] if len(gathered) == len(texts) else None
 
 
 class Evaluator:
@@ -119,6 +184,7 @@ class Evaluator:
         tokenized: The same rows as token ids, for the loss.
         tokenizer: The model's own.
         recipe: How to evaluate.
+        metric: Scores translations.
         accelerator: Joins the ranks; each works on its share.
     """
 
@@ -129,30 +195,43 @@ class Evaluator:
         tokenizer: PreTrainedTokenizerBase,
         *,
         recipe: RecipeArguments,
+        metric: TranslationMetric,
         accelerator: Accelerator,
     ) -> None:
         self.sources, self.references = list(split["source"]), list(split["target"])
         self.tokenizer = tokenizer
         self.recipe = recipe
         self.accelerator = accelerator
-        self.metric = TranslationMetric(recipe.bleu_tokenize)
+        self.metric = metric
         self.batches = loss_batches(
             tokenized, tokenizer.pad_token_id, batch_tokens=recipe.batch_tokens, accelerator=accelerator
         )
 
-    def during_training(self, model: PreTrainedModel) -> dict[str, Any]:
-        """Return the scores that choose the best model: the loss of all rows, the rest of `eval_max_rows` of them."""
+    def during_training(self, model: PreTrainedModel, stop: Callable[[], bool] = never) -> dict[str, Any] | None:
+        """Return the scores that choose the best model: the loss of all rows, the rest of `eval_max_rows` of them.
+
+        Returns None on every rank if `stop` said so on one before all was done.
+        """
         rows = spaced_rows(len(self.sources), self.recipe.eval_max_rows or len(self.sources))
-        return self._evaluate(model, rows, num_beams=self.recipe.eval_beams)
+        with self.accelerator.autocast():
+            return self._evaluate(model, rows, num_beams=self.recipe.eval_beams, stop=stop)
 
-    def final(self, model: PreTrainedModel) -> dict[str, Any]:
-        """Return the scores of all rows, decoded as the model's generation config says, and how many they are."""
+    def final(self, model: PreTrainedModel, stop: Callable[[], bool] = never) -> dict[str, Any] | None:
+        """Return the scores of all rows, decoded as the model's generation config says, and how many they are.
+
+        Returns None on every rank if `stop` said so on one before all was done.
+        """
         rows = list(range(len(self.sources)))
-        return {"lines": len(rows), **self._evaluate(model, rows, num_beams=None)}
+        scores = self._evaluate(model, rows, num_beams=None, stop=stop)
+        return None if scores is None else {"lines": len(rows), **scores}
 
-    def _evaluate(self, model: PreTrainedModel, rows: list[int], *, num_beams: int | None) -> dict[str, Any]:
+    def _evaluate(
+        self, model: PreTrainedModel, rows: list[int], *, num_beams: int | None, stop: Callable[[], bool]
+    ) -> dict[str, Any] | None:
         model.eval()
-        scores = evaluate_loss(model, self.batches, self.accelerator)
+        scores = evaluate_loss(model, self.batches, self.accelerator, stop)
+        if scores is None:
+            return None
         translations = translate_on_all_ranks(
             model,
             self.tokenizer,
@@ -160,7 +239,10 @@ class Evaluator:
             decoding_config(model, num_beams=num_beams),
             accelerator=self.accelerator,
             batch_tokens=self.recipe.eval_batch_tokens,
+            stop=stop,
         )
+        if translations is None:
+            return None
         scores |= self.metric.compute(predictions=translations, references=[self.references[row] for row in rows])
         for index in spaced_rows(len(rows), self.recipe.num_samples):
             row = rows[index]

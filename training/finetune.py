@@ -35,12 +35,14 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 import hf_vanilla_trm  # noqa: F401  (its import makes the Auto classes know the model)
 from training import publish
 from training.arguments import PairArguments, parse_dataclasses
+from training.batching import PairCollator
 from training.card import datasets_of, languages_of
 from training.checkpoint import save_model_folder
-from training.data import PairCollator, fingerprint, load_pairs
+from training.data import fingerprint, load_pairs
 from training.evaluation import Evaluator, TranslationMetric
+from training.objective import TrainingDivergedError
 from training.run_log import RunLog
-from training.tokenizer import load_tokenizer
+from training.tokenizer import check_vocabulary, load_tokenizer
 from training.train import (
     SCORED,
     check_fsdp,
@@ -49,7 +51,7 @@ from training.train import (
     start_logging,
     tokenize_splits,
 )
-from training.trainer import FineTuningTrainer, RunRecorder, TrainingDivergedError, make_compute_metrics
+from training.trainer import FineTuningTrainer, RunRecorder, make_compute_metrics
 from training.translate import BATCH_TOKENS, load
 
 logger = logging.getLogger("training")
@@ -406,7 +408,9 @@ def prepare(
         eval_batch_tokens=options.eval_batch_tokens,
     )
     evaluators = {
-        split: Evaluator(splits[split], tokenized[split], tokenizer, recipe=options, accelerator=trainer.accelerator)
+        split: Evaluator(
+            splits[split], tokenized[split], tokenizer, recipe=options, metric=metric, accelerator=trainer.accelerator
+        )
         for split in SCORED
         if split in splits
     }
@@ -463,15 +467,6 @@ def load_model(options: FineTuningArguments, seed: int) -> PreTrainedModel:
     model = AutoModelForSeq2SeqLM.from_config(config, dtype=torch.float32)
     model.generation_config = generation_config
     return model
-
-
-def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a tokenizer with ids that the model has no embedding for."""
-    highest = max(tokenizer.get_vocab().values())
-    for name in ("vocab_size", "decoder_vocab_size"):
-        size = getattr(model.config, name, None)
-        if size is not None and highest >= size:
-            raise ValueError(f"the tokenizer has ids up to {highest}, but the model's {name} is {size}")
 
 
 def add_lora(model: PreTrainedModel, options: FineTuningArguments) -> Any:

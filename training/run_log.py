@@ -17,7 +17,10 @@ import torch
 from accelerate import Accelerator
 
 LIBRARIES = ("hf_vanilla_trm", "torch", "transformers", "accelerate", "datasets", "tokenizers", "sacrebleu")
-MAY_CHANGE = ("output_dir", "allow_changes", "report_to", "num_samples", "keep_checkpoints", "num_workers")
+MAY_CHANGE = (
+    *("output_dir", "allow_changes", "report_to", "num_samples", "keep_checkpoints", "num_workers"),
+    *("preprocessing_workers", "max_skipped_updates"),
+)
 """Arguments that may differ when a run is continued: they do not touch what is trained."""
 
 
@@ -71,26 +74,34 @@ class RunLog:
             ValueError: If something has another content than the run recorded.
         """
         recorded = (self._read_run_file() or {}).get("resolved", {}).get("inputs", inputs)
-        changed = [name for name in inputs if recorded.get(name) != inputs[name]]
+        changed = [name for name in sorted(inputs.keys() | recorded.keys()) if recorded.get(name) != inputs.get(name)]
         if changed:
             raise ValueError(
                 f"since {self.run} was begun, what it reads has changed: {', '.join(changed)}. Use another output_dir"
             )
 
-    def begin(self, arguments: dict[str, Any], *, update: int, resolved: dict[str, Any]) -> None:
+    def begin(
+        self,
+        arguments: dict[str, Any],
+        *,
+        update: int,
+        resolved: dict[str, Any],
+        evaluated_update: int | None = None,
+    ) -> None:
         """Record the resolved arguments and the session's origin, before its first step.
 
         Args:
             arguments: All arguments by name.
             update: Updates done before this session; 0 starts the records anew.
             resolved: What follows from the arguments: defaults of the architecture and the schedule.
+            evaluated_update: The last update that was evaluated; None for the last one done.
         """
         settings = self._settings(arguments)
         if self.accelerator.is_main_process:
             recorded = self._read_run_file() if update > 0 else None
             sessions = [*(recorded["sessions"] if recorded else []), _session(update, self.accelerator)]
             write_json(self.run_file, {"arguments": settings, "resolved": resolved, "sessions": sessions})
-            self._keep_metrics_until(update)
+            self._keep_metrics_until(update, update if evaluated_update is None else evaluated_update)
         scalars = {name: value for name, value in settings.items() if isinstance(value, int | float | str)}
         # The project's name is the run's; TensorBoard makes it a folder, of which one in the run is enough.
         project = "tensorboard" if settings["report_to"] == "tensorboard" else self.run.name
@@ -154,9 +165,14 @@ class RunLog:
     def _read_run_file(self) -> dict[str, Any] | None:
         return json.loads(self.run_file.read_text()) if self.run_file.exists() else None
 
-    def _keep_metrics_until(self, update: int) -> None:
+    def _keep_metrics_until(self, update: int, evaluated_update: int) -> None:
         """Drop what an interrupted session logged after its last checkpoint: it will be logged again."""
-        kept = [row for row in self.read_metrics() if row["update"] <= update and update > 0]
+
+        def is_kept(row: dict[str, Any]) -> bool:
+            is_evaluation = any(name.startswith("validation") for name in row)
+            return row["update"] <= (evaluated_update if is_evaluation else update)
+
+        kept = [row for row in self.read_metrics() if is_kept(row)] if update > 0 else []
         _write(self.metrics_file, "".join(json.dumps(row) + "\n" for row in kept))
         self.results_file.unlink(missing_ok=True)
 

@@ -4,12 +4,14 @@ The alphabet is the 256 bytes, so that no text is unknown and decoding gives bac
 stand one by one, so that a number is spelled the same way wherever it occurs.
 """
 
+import hashlib
 import itertools
+import json
 import logging
 from collections.abc import Iterable
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +97,26 @@ def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
     # Its own special tokens in a text, language tags for one, mean what they meant.
     split = tokenizer.split_special_tokens
     return _fast_tokenizer(tokenizer.backend_tokenizer, split_special_tokens=split, **tokenizer.special_tokens_map)
+
+
+def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a tokenizer with ids that the model has no embedding for.
+
+    Raises:
+        ValueError: If there are such; the message has the highest id and the vocabulary's size.
+    """
+    highest = max(tokenizer.get_vocab().values())
+    for name in ("vocab_size", "decoder_vocab_size"):
+        size = getattr(model.config, name, None)
+        if size is not None and highest >= size:
+            raise ValueError(f"the tokenizer has ids up to {highest}, but the model's {name} is {size}")
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a digest of how a tokenizer splits and numbers: a run that is continued must do it alike."""
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
+    rules = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else repr(tokenizer)
+    return hashlib.sha256((vocabulary + rules).encode()).hexdigest()
 
 
 def _fast_tokenizer(

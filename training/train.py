@@ -3,10 +3,13 @@
 The same command started again continues from the newest checkpoint; a finished run is left alone.
 """
 
+import functools
+import itertools
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +19,37 @@ import transformers
 from accelerate import Accelerator, DistributedType
 from accelerate.commands.config.config_args import default_config_file, load_config_from_file
 from accelerate.commands.launch import launch_command_parser
+from accelerate.tracking import get_available_trackers
 from datasets import Dataset, DatasetDict
 from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_vanilla_trm import VanillaTrmConfig, VanillaTrmForConditionalGeneration
 from training.arguments import DataArguments, ModelArguments, PairArguments, RecipeArguments, parse_arguments
-from training.checkpoint import find_checkpoints
-from training.data import load_pairs, tokenize_pairs
-from training.evaluation import Evaluator, spaced_rows
+from training.batching import CachedBatches, PairCollator, TokenBatchSampler
+from training.checkpoint import find_checkpoints, repair
+from training.data import (
+    SPLITS,
+    Limits,
+    Pair,
+    PairStream,
+    digest_stream,
+    fingerprint,
+    load_further_pairs,
+    load_pairs,
+    sequence_lengths,
+    tokenize_pairs,
+    tokenize_rows,
+)
+from training.evaluation import Evaluator, TranslationMetric, never, spaced_rows
 from training.lines import as_line
 from training.loop import TrainingLoop
 from training.memory import peak_memory, reset_peak_memory
+from training.objective import TrainingDivergedError
+from training.ranks import OtherRankFailedError, Ranks, StopRequest
 from training.run_log import RunLog
-from training.tokenizer import load_tokenizer, train_tokenizer
+from training.streaming import StreamedBatches
+from training.tokenizer import check_vocabulary, load_tokenizer, tokenizer_digest, train_tokenizer
 from training.translate import decoding_config, load, translate_all
 
 logger = logging.getLogger("training")
@@ -43,33 +63,60 @@ LAUNCHERS = ("accelerate", "accelerate_cli.py", "accelerate.commands.accelerate_
 def main(arguments: Sequence[str] | None = None, *, initialise: Callable[[PreTrainedModel], None] | None = None) -> int:
     """Train as the arguments say; return the exit code.
 
+    SIGTERM ends a run after the update it is at: all is saved, and the code is 0. So does Ctrl-C, with code 130.
+
     Args:
         arguments: The command line without the program's name; `sys.argv[1:]` when None.
         initialise: Overwrites the weights of the new model, to compare initialisations; None keeps the package's own.
     """
     model_arguments, data_arguments, recipe = parse_arguments(arguments)
-    accelerator = start_accelerator(recipe)
+    try:
+        accelerator = start_accelerator(recipe)
+    except (RuntimeError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     start_logging(accelerator)
     log = RunLog(Path(recipe.output_dir), accelerator)
-    all_arguments = {**vars(model_arguments), **vars(data_arguments), **vars(recipe)}
+    stop = StopRequest()
     with logging_redirect_tqdm():
         try:
-            if find_checkpoints(log.run):
-                log.check(all_arguments, allow_changes=recipe.allow_changes)
-            loop, evaluators = prepare(model_arguments, data_arguments, recipe, accelerator, log, initialise)
-        except (OSError, ValueError) as error:  # what the user gave; nothing has been trained yet
+            run = prepare(model_arguments, data_arguments, recipe, accelerator, log, stop, initialise)
+            if log.results_file.exists() and run.loop.stop_reason() is not None:
+                logger.info("%s is finished (%s): nothing to do", log.run, run.loop.stop_reason())
+                return 0
+            resolved = {**run.loop.resolved(), "inputs": run.inputs}
+            progress = run.loop.progress
+            done = {"update": progress.update, "evaluated_update": progress.evaluated_update}
+            run.loop.ranks.together(lambda: log.begin(run.arguments, resolved=resolved, **done))
+            reset_peak_memory(accelerator.device)
+            with stop:
+                reason = run.loop.train()
+                finished = reason is not None and report(run, reason, log, peak_memory(accelerator.device))
+        except (OSError, ValueError, TrainingDivergedError) as error:  # what the user gave, the disk, the numbers
             if accelerator.is_main_process:
                 print(f"error: {error}", file=sys.stderr)
             return 1
-        if log.results_file.exists() and loop.stop_reason() is not None:
-            logger.info("%s is finished (%s): nothing to do", log.run, loop.stop_reason())
-            return 0
-        log.begin(all_arguments, update=loop.progress.update, resolved=loop.resolved())
-        reset_peak_memory(accelerator.device)
-        reason = loop.train()
-        report(loop, reason, evaluators, log, peak_memory(accelerator.device))
+        except OtherRankFailedError:  # which prints what it is
+            return 1
     accelerator.end_training()
-    return 0
+    return 0 if finished else stop.exit_code
+
+
+@dataclass
+class Run:
+    """A run that is ready to train.
+
+    Attributes:
+        arguments: All arguments by name.
+        inputs: What the run reads, by name, each with a digest of its content.
+        loop: Trains.
+        evaluators: By split; those of validation are the loop's.
+    """
+
+    arguments: dict[str, Any]
+    inputs: dict[str, str]
+    loop: TrainingLoop
+    evaluators: dict[str, Evaluator]
 
 
 def prepare(
@@ -78,42 +125,158 @@ def prepare(
     recipe: RecipeArguments,
     accelerator: Accelerator,
     log: RunLog,
+    stop: StopRequest,
     initialise: Callable[[PreTrainedModel], None] | None = None,
-) -> tuple[TrainingLoop, dict[str, Evaluator]]:
-    """Read the data, and build all that training needs: the loop, and an evaluator for each split but train.
+) -> Run:
+    """Read the data, and build all that training needs.
 
     Raises:
         OSError: If a file cannot be read or the run's folder cannot be written.
-        ValueError: If the data, a tokenizer, or the combination of arguments breaks a rule.
+        ValueError: If the data, a tokenizer, a metric, or the combination of arguments breaks a rule, if the run was
+            begun otherwise, or if none of its checkpoints is whole.
     """
+    all_arguments = {**vars(model_arguments), **vars(data_arguments), **vars(recipe)}
+    ranks = Ranks(accelerator)
     log.run.mkdir(parents=True, exist_ok=True)
-    splits = load_pairs(data_arguments)
-    tokenizer = prepare_tokenizer(splits, data_arguments, log.run, accelerator)
+    ranks.together(lambda: repair(log.run) if accelerator.is_main_process else None)
+    checkpoints = find_checkpoints(log.run)
+    if checkpoints:
+        log.check(all_arguments, allow_changes=recipe.allow_changes)
+    metric = make_metric(recipe)
+    stream = PairStream(data_arguments) if data_arguments.streaming else None
+    splits = load_pairs(data_arguments) if stream is None else load_pairs(data_arguments, SPLITS[1:], streaming=True)
+    splits.update(load_further_pairs(data_arguments.further_validation, data_arguments))
+    if data_arguments.tokenizer is not None:
+        tokenizer = load_tokenizer(data_arguments.tokenizer)
+    elif recipe.initial_weights is not None:  # needed once: they may be gone when the run is continued
+        tokenizer = load_tokenizer(str(checkpoints[-1]) if checkpoints else recipe.initial_weights)
+    else:
+        pairs = pairs_for_tokenizer(splits.get("train"), stream, data_arguments.tokenizer_rows)
+        tokenizer = prepare_tokenizer(pairs, data_arguments.vocab_size, log.run, accelerator)
+    inputs = {f"{name} data": digest for name, digest in fingerprint(splits).items()}
+    inputs |= (digest_stream(data_arguments) if stream is not None else {}) | {"tokenizer": tokenizer_digest(tokenizer)}
+    if checkpoints and not recipe.allow_changes:
+        log.check_inputs(inputs)
     tokenized = tokenize_splits(splits, tokenizer, data_arguments, accelerator)
     evaluators = {
-        split: Evaluator(splits[split], tokenized[split], tokenizer, recipe=recipe, accelerator=accelerator)
-        for split in ("validation", "test")
-        if split in splits
+        split: Evaluator(
+            splits[split], tokenized[split], tokenizer, recipe=recipe, metric=metric, accelerator=accelerator
+        )
+        for split in splits
+        if split != "train"
     }
-    if "validation" not in evaluators:
-        if recipe.early_stopping_patience:
-            raise ValueError(
-                f"early_stopping_patience ({recipe.early_stopping_patience}) needs a validation split: there is none"
-            )
-        logger.warning("there is no validation split: the best model will be the last")
-    model = build_model(model_arguments, data_arguments, recipe, tokenizer)
+    check_validation(evaluators, recipe)
+    initial_weights = None if checkpoints else recipe.initial_weights
+    model = build_model(model_arguments, data_arguments, recipe, tokenizer, initial_weights)
     if initialise is not None:
         initialise(model)  # before the loop, which loads the newest checkpoint over it
     loop = TrainingLoop(
         model,
         tokenizer,
-        tokenized["train"],
+        make_batches(tokenized.get("train"), stream, tokenizer, data_arguments, recipe, accelerator),
         recipe=recipe,
         accelerator=accelerator,
         log=log,
-        evaluator=evaluators.get("validation"),
+        evaluators={split: evaluator for split, evaluator in evaluators.items() if split.startswith("validation")},
+        ranks=ranks,
+        stop=stop,
     )
-    return loop, evaluators
+    return Run(all_arguments, inputs, loop, evaluators)
+
+
+def make_metric(recipe: RecipeArguments) -> TranslationMetric:
+    """Return the metrics of evaluation.
+
+    Raises:
+        ValueError: If one cannot be used, or none of them is the one that is to choose the best model.
+    """
+    metric = TranslationMetric(recipe.bleu_tokenize, recipe.metrics)
+    names = ["loss", "perplexity", *metric.names()]
+    if recipe.metric_for_best_model not in names:
+        raise ValueError(f"metric_for_best_model ({recipe.metric_for_best_model}) must be one of {', '.join(names)}")
+    return metric
+
+
+def check_validation(evaluators: dict[str, Evaluator], recipe: RecipeArguments) -> None:
+    """Refuse what cannot be done without a first validation split, and warn of what follows from having none.
+
+    Raises:
+        ValueError: If training is to end early, or others are to be scored, and there is none.
+    """
+    if "validation" in evaluators:
+        return
+    if recipe.early_stopping_patience:
+        raise ValueError(
+            f"early_stopping_patience ({recipe.early_stopping_patience}) needs a validation split: there is none"
+        )
+    if further := [name for name in evaluators if name.startswith("validation")]:
+        raise ValueError(f"further_validation ({', '.join(further)}) needs a first validation split: there is none")
+    logger.warning("there is no validation split: the best model will be the last")
+
+
+def make_batches(
+    train: Dataset | None,
+    stream: PairStream | None,
+    tokenizer: PreTrainedTokenizerBase,
+    data_arguments: DataArguments,
+    recipe: RecipeArguments,
+    accelerator: Accelerator,
+) -> CachedBatches | StreamedBatches:
+    """Return the training data as this rank's batches: of the tokenised split `train`, or of a stream.
+
+    Raises:
+        ValueError: If the rows of a stream might not be dealt evenly.
+    """
+    on_accelerator = accelerator.device.type == "cuda"
+    on_tensor_cores = on_accelerator and accelerator.mixed_precision != "no"
+    collate = PairCollator(tokenizer.pad_token_id, 8 if on_tensor_cores else None)
+    loading = {"collate": collate, "num_workers": recipe.num_workers, "pin_memory": on_accelerator}
+    dealing = {
+        "batch_tokens": recipe.batch_tokens,
+        "seed": recipe.seed,
+        "num_ranks": accelerator.num_processes,
+        "rank": accelerator.process_index,
+    }
+    if train is not None:
+        return CachedBatches(train, TokenBatchSampler(*sequence_lengths(train), **dealing), **loading)
+    assert stream is not None
+    limits = limits_of(data_arguments)
+    longest = max(limits.max_source_length, limits.max_target_length)
+    if 2 * longest > recipe.batch_tokens:  # with single rows as batches, some windows could not be dealt
+        raise ValueError(
+            f"batch_tokens ({recipe.batch_tokens}) must hold two of the longest rows that may come in a stream: lower "
+            f"max_source_length and max_target_length ({longest}), or raise it"
+        )
+    if data_arguments.shuffle_buffer < accelerator.num_processes:
+        raise ValueError(
+            f"shuffle_buffer ({data_arguments.shuffle_buffer}) must have a row for each of the "
+            f"{accelerator.num_processes} processes"
+        )
+    return StreamedBatches(
+        stream.read,
+        functools.partial(tokenize_rows, tokenizer=tokenizer, limits=limits),
+        num_rows=stream.num_rows,
+        window_rows=data_arguments.shuffle_buffer,
+        **dealing,
+        **loading,
+    )
+
+
+def pairs_for_tokenizer(train: Dataset | None, stream: PairStream | None, rows: int) -> Iterator[Pair]:
+    """Yield at most `rows` pairs: spread over the split `train`, or the first ones of a stream."""
+    if train is None:
+        assert stream is not None
+        yield from itertools.islice(stream.read(0), rows)
+        return
+    chosen = train if len(train) <= rows else train.select(spaced_rows(len(train), rows))
+    for batch in chosen.iter(batch_size=1000):
+        for source, target in zip(batch["source"], batch["target"], strict=True):
+            yield {"source": source, "target": target}
+
+
+def limits_of(arguments: PairArguments) -> Limits:
+    """Return what the arguments let be trained on."""
+    return Limits(arguments.max_source_length, arguments.max_target_length, arguments.max_length_ratio)
 
 
 def start_accelerator(recipe: RecipeArguments) -> Accelerator:
@@ -121,8 +284,11 @@ def start_accelerator(recipe: RecipeArguments) -> Accelerator:
 
     Raises:
         RuntimeError: If they do not; they would train as many separate models, or fewer would train than asked for.
-        ValueError: If FSDP was asked for in vain.
+        ValueError: If FSDP was asked for in vain, or a tracker that is not installed.
     """
+    available = [str(tracker) for tracker in get_available_trackers()]
+    if recipe.report_to not in ("none", *available):
+        raise ValueError(f"report_to ({recipe.report_to}) needs its package: pip install {recipe.report_to}")
     accelerator = Accelerator(
         cpu=recipe.use_cpu or not torch.accelerator.is_available(),  # without it, ranks on a CPU ignore each other
         mixed_precision=recipe.mixed_precision,
@@ -148,8 +314,13 @@ def check_fsdp(accelerator: Accelerator) -> None:
     """Refuse to train whole copies of a model whose parameters were to be divided over the processes.
 
     Raises:
-        ValueError: If the launcher was asked for FSDP, and accelerate, as it does on a CPU, has taken no notice.
+        ValueError: If the launcher was asked for FSDP, and accelerate, as it does on a CPU, has taken no notice; or if
+            it was asked for a kind of it that training does not have.
     """
+    if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
+        raise ValueError("FSDP is version 1 here: training divides by version 2, `fsdp_version: 2`")
+    if accelerator.distributed_type == DistributedType.FSDP and accelerator.mixed_precision == "fp16":
+        raise ValueError("mixed_precision fp16 is not for FSDP: use bf16")
     wanted = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true", "yes")
     if wanted and accelerator.distributed_type != DistributedType.FSDP:
         raise ValueError(
@@ -188,15 +359,14 @@ def start_logging(accelerator: Accelerator) -> None:
 
 
 def prepare_tokenizer(
-    splits: DatasetDict, arguments: DataArguments, run: Path, accelerator: Accelerator
+    pairs: Iterable[Pair], vocab_size: int, run: Path, accelerator: Accelerator
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer asked for, or train one on the training split, once for all ranks and sessions."""
-    if arguments.tokenizer is not None:
-        return load_tokenizer(arguments.tokenizer)
+    """Train a tokenizer on pairs, once for all ranks and sessions, and return it."""
     folder = run / "tokenizer"
     if accelerator.is_main_process and not (folder.exists() and find_checkpoints(run)):
-        logger.info("training a tokenizer of %d entries", arguments.vocab_size)
-        train_tokenizer(_texts(splits["train"]), arguments.vocab_size).save_pretrained(folder)
+        logger.info("training a tokenizer of %d entries", vocab_size)
+        texts = (pair[side] for pair in pairs for side in ("source", "target"))
+        train_tokenizer(texts, vocab_size).save_pretrained(folder)
     accelerator.wait_for_everyone()
     return load_tokenizer(str(folder))
 
@@ -225,9 +395,9 @@ def tokenize_splits(
             tokenized[name], counts = tokenize_pairs(
                 split,
                 tokenizer,
-                max_source_length=arguments.max_source_length if limited else sys.maxsize,
-                max_target_length=arguments.max_target_length if limited else sys.maxsize,
+                limits_of(arguments) if limited else Limits(sys.maxsize, sys.maxsize),
                 drop=name == "train",
+                num_proc=arguments.preprocessing_workers,
             )
             logger.info("%s: %s", name, counts)
     return tokenized
@@ -238,8 +408,13 @@ def build_model(
     data_arguments: DataArguments,
     recipe: RecipeArguments,
     tokenizer: PreTrainedTokenizerBase,
+    initial_weights: str | None,
 ) -> VanillaTrmForConditionalGeneration:
-    """Return a new model with weights drawn from the seed, and its generation config."""
+    """Return a new model and its generation config; its weights are drawn from the seed, or initial ones.
+
+    Raises:
+        ValueError: If the initial weights are not of this architecture, or the tokenizer does not fit them.
+    """
     start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.pad_token_id
     tokens = {
         "pad_token_id": tokenizer.pad_token_id,
@@ -248,10 +423,16 @@ def build_model(
         "decoder_start_token_id": start,
     }
     vocab_size = max(tokenizer.get_vocab().values()) + 1  # a tokenizer's ids may have gaps
+    initial = None if initial_weights is None else load(initial_weights, "cpu")[0]
+    if initial is not None:
+        check_vocabulary(initial, tokenizer)
+        vocab_size = initial.config.vocab_size
     torch.manual_seed(recipe.seed)
     model = VanillaTrmForConditionalGeneration(
         VanillaTrmConfig(vocab_size=vocab_size, **tokens, **model_arguments.given())
     )
+    if initial is not None:
+        copy_weights(initial, model, initial_weights)
     model.generation_config = GenerationConfig(
         **tokens,
         num_beams=recipe.num_beams,
@@ -264,8 +445,36 @@ def build_model(
     return model
 
 
-def report(loop: TrainingLoop, reason: str, evaluators: dict[str, Evaluator], log: RunLog, peak: int) -> None:
-    """Evaluate the best model on whole splits, as a user would load it, and write the results and some examples."""
+def copy_weights(initial: PreTrainedModel, model: PreTrainedModel, name: str) -> None:
+    """Copy the weights of one model to another of the same architecture.
+
+    Args:
+        initial: Has the weights.
+        model: Gets them.
+        name: What a message calls `initial`.
+
+    Raises:
+        ValueError: If the models differ in a parameter, or use parameters at other depths.
+    """
+    given, wanted = ({key: tuple(value.shape) for key, value in one.named_parameters()} for one in (initial, model))
+    different = [key for key in sorted(given.keys() | wanted.keys()) if given.get(key) != wanted.get(key)]
+    if different:
+        key = different[0]
+        raise ValueError(
+            f"initial_weights ({name}) are of another architecture: {key} has shape {given.get(key)} there and "
+            f"{wanted.get(key)} in the model to train"
+        )
+    if getattr(initial, "arrangement", None) != model.arrangement:
+        raise ValueError(f"initial_weights ({name}) share their parameters otherwise than the model to train")
+    model.load_state_dict(initial.state_dict())
+
+
+def report(run: Run, reason: str, log: RunLog, peak: int) -> bool:
+    """Evaluate the best model on whole splits, as a user would load it, and write the results and some examples.
+
+    Returns False if a signal has interrupted it; the same command does it again.
+    """
+    loop, evaluators = run.loop, run.evaluators
     recipe, progress, accelerator = loop.recipe, loop.progress, loop.accelerator
     model, tokenizer = load(str(loop.run / "best"), str(accelerator.device))
     results: dict[str, Any] = {
@@ -279,9 +488,12 @@ def report(loop: TrainingLoop, reason: str, evaluators: dict[str, Evaluator], lo
         "peak_memory_bytes": peak,
         "best": {"update": progress.best_update, recipe.metric_for_best_model: progress.best_metric},
     }
-    results |= score_splits(loop.run, evaluators, model, tokenizer, recipe)
-    log.results(results)
+    scores = score_splits(loop.run, evaluators, model, tokenizer, recipe, loop.stop)
+    if scores is None:
+        return False
+    log.results(results | scores)
     logger.info("training stopped: %s. The results are in %s", reason, log.results_file)
+    return True
 
 
 def score_splits(
@@ -290,11 +502,18 @@ def score_splits(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     recipe: RecipeArguments,
-) -> dict[str, dict[str, Any]]:
-    """Score whole splits with the best model, write some examples of one of them, and return the scores by split."""
+    stop: Callable[[], bool] = never,
+) -> dict[str, dict[str, Any]] | None:
+    """Score whole splits with the best model, write some examples of one of them, and return the scores by split.
+
+    Returns None if `stop` said so before all was done.
+    """
     results = {}
     for split, evaluator in evaluators.items():
-        results[split] = evaluator.final(model)
+        scores = evaluator.final(model, stop)
+        if scores is None:
+            return None
+        results[split] = scores
         named = results[split].items()
         shown = [f"{name} {value:.2f}" if isinstance(value, float) else f"{name} {value}" for name, value in named]
         beams = model.generation_config.num_beams or 1
@@ -319,12 +538,6 @@ def write_examples(
         (run / f"examples.{name}.txt").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     for source, translation in zip(chosen, translations, strict=True):
         logger.info("example\n  source      %s\n  translation %s", source, translation)
-
-
-def _texts(split: Dataset) -> Iterator[str]:
-    for rows in split.iter(batch_size=1000):
-        yield from rows["source"]
-        yield from rows["target"]
 
 
 if __name__ == "__main__":

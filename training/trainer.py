@@ -21,7 +21,7 @@ from transformers.trainer_pt_utils import get_length_grouped_indices
 from training.data import sequence_lengths
 from training.evaluation import TranslationMetric, evaluate_loss, loss_batches
 from training.lines import as_line
-from training.objective import IGNORED
+from training.objective import IGNORED, TrainingDivergedError
 from training.run_log import RunLog
 from training.translate import BATCH_TOKENS, StopAtOwnLength, caps_of, decoding_config
 
@@ -189,10 +189,6 @@ def make_compute_metrics(
         return {name: value for name, value in scores.items() if isinstance(value, float)}
 
     return compute_metrics
-
-
-class TrainingDivergedError(Exception):
-    """A loss is no longer a finite number."""
 
 
 class RunRecorder(TrainerCallback):

@@ -25,6 +25,7 @@ from transformers import (
 
 import hf_vanilla_trm  # noqa: F401  (its import makes the Auto classes know the model)
 from training.lines import as_line, read_lines
+from training.tokenizer import check_vocabulary
 
 BATCH_TOKENS = 8192
 """Source tokens times beams in a batch of decoding, padding included."""
@@ -159,6 +160,7 @@ def load(folder: str, device: torch.device | str | None = None) -> tuple[PreTrai
     except OSError as error:
         raise OSError(f"there is no model in {folder!r}, neither as a folder nor on the Hub ({error})") from error
     tokenizer = AutoTokenizer.from_pretrained(folder)
+    check_vocabulary(model, tokenizer)
     best_device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
     try:
         return model.to(device or best_device).eval(), tokenizer

@@ -1,0 +1,98 @@
+"""Estimates of cost against what PyTorch counts in a run."""
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
+
+from hf_vanilla_trm import VanillaTrmForConditionalGeneration
+from tests.conftest import tiny_config
+from training.cost import (
+    BatchShape,
+    count_parameters,
+    layer_activation_bytes,
+    main,
+    training_flops,
+    update_seconds,
+)
+
+BATCH = BatchShape(rows=3, source_length=7, target_length=5)
+VARIANTS = [
+    {},
+    {"encoder_layers": 1, "decoder_layers": 3},
+    {"embedding_size": 8},
+    {"embedding_size": 16},
+    {"d_model": 32, "d_ff": 40},
+]
+
+
+def step(config, batch):
+    model = VanillaTrmForConditionalGeneration(config).train()
+    source = torch.randint(3, 20, (batch.rows, batch.source_length))
+    target = torch.randint(3, 20, (batch.rows, batch.target_length))
+    return model, lambda: model(input_ids=source, attention_mask=torch.ones_like(source), labels=target).loss
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+def test_the_operations_are_those_that_pytorch_counts(changes):
+    config = tiny_config(attn_implementation="eager", **changes)
+    _, loss = step(config, BATCH)
+    with FlopCounterMode(display=False) as counter:
+        loss().backward()
+    assert training_flops(config, BATCH) == counter.get_total_flops()
+
+
+def kept_bytes(config, batch):
+    """Bytes that autograd keeps besides the parameters."""
+    model, loss = step(config, batch)
+    parameters = {parameter.data_ptr() for parameter in model.parameters()}
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        value = loss()
+    del value
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("changes", [{}, {"d_model": 32, "d_ff": 48}, {"num_attention_heads": 4}], ids=str)
+def test_what_layers_keep_is_what_autograd_keeps_for_one_more(changes):
+    """On a CPU a dropout mask has 32 bits an element."""
+    batch = BatchShape(rows=2, source_length=16, target_length=16)
+    sizes = {"attn_implementation": "sdpa", "dropout": 0.1, **changes}
+    for side in ("encoder_layers", "decoder_layers"):
+        shallow, deep = (tiny_config(**sizes, **{side: layers}) for layers in (2, 5))
+        measured = kept_bytes(deep, batch) - kept_bytes(shallow, batch)
+        expected = layer_activation_bytes(deep, batch, mask_bits=32) - layer_activation_bytes(
+            shallow, batch, mask_bits=32
+        )
+        assert measured == pytest.approx(expected, rel=0.001)
+
+
+def test_the_paper_s_models_have_the_paper_s_sizes():
+    sizes = {"vocab_size": 37000, "encoder_layers": 6, "decoder_layers": 6}
+    assert count_parameters(tiny_config(**sizes, d_model=512, d_ff=2048, num_attention_heads=8)) == 63_045_632
+    assert count_parameters(tiny_config(**sizes, d_model=1024, d_ff=4096, num_attention_heads=16)) == 214_171_648
+
+
+def test_time_falls_with_cards_until_the_link_is_the_limit():
+    def seconds(gpus, bandwidth):
+        return update_seconds(8 * 10**14, 10**8, gpus, rate=10**14, bandwidth=bandwidth)
+
+    assert seconds(1, 1) == 8
+    assert seconds(4, 1e12) == 2  # all-reduce hidden
+    # 2 * 7/8 * 4e8 bytes at 1e8 a second take 7 s, of which 2/3 s are hidden behind the one second of the products.
+    assert seconds(8, 1e8) == pytest.approx(1 + 7 - 2 / 3)
+
+
+@pytest.mark.parametrize("size", ["base", "big"])
+def test_the_configurations_of_the_paper_are_priced(capsys, size):
+    assert main(["--config", f"training/configs/wmt14_en_de_{size}.yaml", "--gpus", "1", "8"]) == 0
+    printed = capsys.readouterr().out
+    assert ("63,045,632" if size == "base" else "214,171,648") in printed
+    assert "GPU hours" in printed
