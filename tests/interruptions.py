@@ -75,6 +75,10 @@ def make_data(folder):
     return write_reversed_pairs(folder, WORDS, {"train": 60, "validation": 11}, lengths=5)
 
 
+class Killed(BaseException):
+    """What a test raises where a process would be killed: nothing catches it."""
+
+
 # Training in processes of its own ---------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ from accelerate.state import AcceleratorState
 
 from hf_vanilla_trm import VanillaTrmConfig, VanillaTrmForConditionalGeneration
 from tests.conftest import tiny_config
+from tests.interruptions import Killed
 from training import step_speed
 from training.arguments import ModelArguments
 from training.benchmark import fresh_loss, main, summarise, table, write_reverse_task, xavier
@@ -71,12 +72,12 @@ def test_an_interrupted_benchmark_started_again_repeats_nothing_and_ends_alike(b
 
     def dying(self, batches):
         if self.progress.update + 1 == 4:
-            raise KeyboardInterrupt
+            raise Killed
         original(self, batches)
 
     with monkeypatch.context() as patch:
         patch.setattr(TrainingLoop, "_update", dying)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(Killed):
             benchmark()
     assert benchmark() == 0
     again = json.loads((benchmark.folder / "initialisation.json").read_text())["initialisations"]
@@ -197,3 +198,16 @@ def test_steps_are_timed_in_turn():
     times = step_speed.seconds_in_turn(steps, 3)
     assert calls == ["a", "b"] * 4
     assert [len(seconds) for seconds in times.values()] == [3, 3]
+
+
+@pytest.mark.slow
+def test_streaming_is_measured_on_a_corpus_and_on_a_longer_one(tmp_path, capsys):
+    assert main(["streaming", "--lines", "300", "--times", "3", "--output_dir", str(tmp_path)]) == 0
+    result = json.loads((tmp_path / "streaming.json").read_text())
+    assert [corpus["lines"] for corpus in result["corpora"]] == [300, 900]
+    assert all(10**8 < corpus["peak_bytes"] < 10**10 for corpus in result["corpora"])
+    assert 0.5 < result["ratio"] < 2
+    for lines in (300, 900):
+        run = json.loads((tmp_path / str(lines) / "results.json").read_text())
+        assert run["epochs"] == 1
+    assert "peak memory with 3 times the lines" in capsys.readouterr().out

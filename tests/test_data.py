@@ -167,6 +167,17 @@ def write_table(path, pairs, source_column="source", target_column="target"):
     return path
 
 
+def test_files_of_one_name_size_and_age_are_told_apart(tmp_path, monkeypatch):
+    for folder, word in (("one", "eins"), ("two", "zwei")):
+        (tmp_path / folder).mkdir()
+        for side in ("en", "de"):
+            (tmp_path / folder / side).write_text(f"{word}\n")
+            os.utime(tmp_path / folder / side, (1, 1))
+        monkeypatch.chdir(tmp_path / folder)
+        rows = load_pairs(PairArguments(train_source="en", train_target="de"))["train"]
+        assert rows["target"][0] == word
+
+
 @pytest.mark.parametrize("suffix", [".tsv", ".csv", ".json", ".jsonl", ".parquet"])
 def test_every_format_gives_the_same_text(tmp_path, suffix):
     path = write_table(tmp_path / f"train{suffix}", PAIRS, "en", "de")

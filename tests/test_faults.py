@@ -154,6 +154,41 @@ def test_what_a_crash_left_half_done_is_undone(copy):
 
 
 @pytest.mark.slow
+def test_a_damaged_best_model_is_named_with_the_checkpoint_that_has_it(data, whole, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    (run / "results.json").unlink()
+    file = run / "best" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    codes, text = start(data, run, "--keep_checkpoints", 0)
+    assert codes == [1]
+    assert f"{run / 'best'} cannot be loaded" in text
+    assert "checkpoints/update-" in text
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_from_the_beginning_is_named(data, tmp_path):
+    def full(rank):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+        return contextlib.nullcontext()
+
+    codes, text = start(data, tmp_path / "run", inject=full)
+    assert codes == [1]
+    assert "cannot be written" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["run.json", "metrics.jsonl"])
+def test_a_torn_record_is_named(data, copy, name):
+    text = (copy / name).read_text()
+    (copy / name).write_text(text[:40] + "\n" + text[60:])
+    codes, text = start(data, copy, "--keep_checkpoints", 0)
+    assert codes == [1]
+    assert f"{copy / name}" in text
+    assert "torn" in text
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["/proc/runs", "file/below"])
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_read(data, tmp_path, folder):
     (tmp_path / "file").write_text("not a folder")

@@ -71,6 +71,42 @@ def test_an_interrupted_run_continues_bit_for_bit(whole, data, tmp_path, point, 
 
 
 @pytest.mark.slow
+def test_three_ranks_continue_bit_for_bit(whole, data, tmp_path):
+    """Two numbers have one sum; with three, the order counts."""
+    setting = Setting(ranks=3)
+    interrupt_and_continue(setting, "in the middle of an epoch", "SIGTERM", data, tmp_path / "run")
+    assert metrics(tmp_path / "run") == metrics(whole(setting))
+    assert equal_weights(tmp_path / "run", whole(setting))
+
+
+@pytest.mark.slow
+def test_a_second_session_is_kept_out_of_a_run_and_a_third_comes_after_a_killed_one(data, tmp_path):
+    command = [*PYTHON, "training.train", *arguments_of(Setting(workers=2), data, tmp_path / "run")]
+    process = start([*command, "--max_updates", "5000"])
+    wait_for_a_checkpoint(tmp_path / "run")
+    second = run([*command, "--max_updates", "5000"], check=False)
+    assert second.returncode == 1
+    assert b"another session trains in" in second.stderr
+    assert process.poll() is None, "the first is disturbed"
+    process.kill()
+    process.wait()
+    run([*command, "--allow_changes", "--max_epochs", "1"])
+
+
+@pytest.mark.slow
+def test_a_whole_group_with_loading_processes_saves_however_often_it_is_asked_to_stop(data, tmp_path):
+    setting = Setting(workers=2, streamed=True)
+    command = [*PYTHON, "training.train", *arguments_of(setting, data, tmp_path / "run"), "--max_updates", "5000"]
+    process = start(command)
+    wait_for_a_checkpoint(tmp_path / "run")
+    for _ in range(3):
+        os.killpg(process.pid, signal.SIGTERM)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0, stderr
+    assert b"the same command continues" in stderr
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", [Setting(1, 2, False), Setting(1, 0, True), Setting(1, 2, True)], ids=str)
 def test_loading_processes_change_nothing(whole, setting):
     assert metrics(whole(setting)) == metrics(whole(Setting(1, 0, setting.streamed)))
@@ -92,6 +128,7 @@ def start(command):
         cwd=CLONE,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stderr=subprocess.PIPE,
+        start_new_session=True,
     )
 
 

@@ -131,6 +131,15 @@ def test_one_row_that_is_left_is_dealt_to_two_ranks_with_the_window_before():
     assert sorted(row for batches in of_ranks for batch in batches for row in batch) == list(range(33))
 
 
+def test_a_first_window_without_enough_fit_rows_joins_the_next():
+    lengths = [0, *[3] * 9]
+    of_ranks = [
+        rows_of(stream_of(lengths, window_rows=2, ranks=2, rank=rank).iterate(0, Position())) for rank in (0, 1)
+    ]
+    assert len(of_ranks[0]) == len(of_ranks[1])
+    assert sorted(row for batches in of_ranks for batch in batches for row in batch) == list(range(1, 10))
+
+
 def test_long_stretches_of_unfit_rows_are_passed_over():
     lengths = [3] * 40 + [0] * 300 + [4] * 40
     rows = [row for batch in rows_of(stream_of(lengths).iterate(0, Position())) for row in batch]

@@ -19,6 +19,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedTokeniz
 import training.checkpoint
 import training.data
 import training.evaluation
+from tests.interruptions import Killed
 from tests.launch import ACCELERATE, CLONE, PYTHON, TWO_RANKS, run
 from tests.pairs import write_reversed_pairs
 from training.checkpoint import find_checkpoints
@@ -86,7 +87,7 @@ def interrupt_at(monkeypatch, update):
 
     def dying(self, batches):
         if self.progress.update + 1 == update:
-            raise KeyboardInterrupt
+            raise Killed
         original(self, batches)
 
     monkeypatch.setattr(TrainingLoop, "_update", dying)
@@ -122,7 +123,7 @@ def test_a_run_writes_models_that_the_auto_classes_load_and_says_where_they_come
 
 def test_the_origin_is_written_before_the_first_step(train, monkeypatch):
     interrupt_at(monkeypatch, 1)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Killed):
         train()
     assert json.loads((train.folder / "run.json").read_text())["arguments"]["max_updates"] == 6
 
@@ -160,7 +161,7 @@ def test_an_interrupted_run_started_again_is_the_run_that_was_not(train, monkeyp
     train(*flags, folder="whole")
     with monkeypatch.context() as patch:
         interrupt_at(patch, 5)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(Killed):
             train(*flags)
     assert not (train.folder / "results.json").exists()
     train(*flags)

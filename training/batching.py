@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset
 from torch.utils.data import DataLoader, Sampler
 
-from training.ranks import leave_stopping_to_parent, stop_signals_held
+from training.ranks import leave_stopping_to_parent, loading_errors_named, stop_signals_held
 
 Batch = dict[str, torch.Tensor]
 Collator = Callable[[Sequence[dict[str, list[int]]]], Batch]
@@ -199,8 +199,9 @@ class CachedBatches:
         )
         with stop_signals_held():
             batches = iter(loader)
-        for number, batch in enumerate(batches, start=position.batch + 1):
-            yield batch, Position(0, number)
+        with loading_errors_named():
+            for number, batch in enumerate(batches, start=position.batch + 1):
+                yield batch, Position(0, number)
 
     def fraction(self, position: Position) -> float:
         """Return how much of the epoch lies before the position, from 0 to 1."""

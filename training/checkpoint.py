@@ -93,7 +93,7 @@ def save_model_folder(folder: Path, model: PreTrainedModel, tokenizer: PreTraine
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
 
-    _write_folder(folder, write)
+    write_folder(folder, write)
 
 
 def save_checkpoint(
@@ -116,7 +116,7 @@ def save_checkpoint(
         digests = {file.name: _digest(file) for file in sorted(temporary.iterdir())}
         (temporary / DIGESTS_FILE).write_text(json.dumps(digests, indent=2) + "\n")
 
-    _write_folder(folder, write)
+    write_folder(folder, write)
     return folder
 
 
@@ -166,7 +166,7 @@ def repair(run: Path) -> None:
             folder = parent / leftover.name[1:].removesuffix(".old")
             if folder.exists():
                 shutil.rmtree(leftover)
-            else:  # a crash between the two renames of `_write_folder`
+            else:  # a crash between the two renames of `write_folder`
                 os.replace(leftover, folder)
         for leftover in parent.glob(".*.tmp"):
             shutil.rmtree(leftover)
@@ -204,7 +204,7 @@ def _digest(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _write_folder(folder: Path, write: Callable[[Path], None]) -> None:
+def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
     """Fill a folder under a temporary name and rename it: a folder that has its name is complete, on the disk too."""
     temporary, old = (folder.with_name(f".{folder.name}.{suffix}") for suffix in ("tmp", "old"))
     for leftover in (temporary, old):

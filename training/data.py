@@ -131,7 +131,7 @@ class PairStream:
             if source is not None and target is not None:
                 self.num_rows = _count_aligned(source, target)
             self.rows = IterableDataset.from_generator(
-                _run_reader, features=PAIR_FEATURES, gen_kwargs={"reader": reader, "arguments": words, "stamps": ()}
+                _run_reader, features=PAIR_FEATURES, gen_kwargs={"reader": reader, "arguments": words, "digests": ()}
             )
         if next(self.read(0), None) is None:
             raise ValueError(f"{self.place}: there are no rows")
@@ -281,17 +281,20 @@ def _text(row: dict[str, Any], column: str, place: str) -> str:
 
 
 def _load_files(reader: Callable[..., Iterator[Pair]], files: Sequence[str], *columns: str) -> Dataset:
-    """Read files once, into the cache; they are read again when their size or time of change differs."""
+    """Read files once, into the cache; they are read again when their content differs."""
     for file in files:
         if not Path(file).exists():
             raise FileNotFoundError(f"{file}: there is no such file")
-    stamps = [(Path(file).stat().st_size, Path(file).stat().st_mtime_ns) for file in files]
     try:
         return Dataset.from_generator(
             _run_reader,
             features=PAIR_FEATURES,
             # the cache goes by these; as tuples, for `datasets` deals the items of a list to several processes
-            gen_kwargs={"reader": reader, "arguments": (*files, *columns), "stamps": tuple(stamps)},
+            gen_kwargs={
+                "reader": reader,
+                "arguments": (*files, *columns),
+                "digests": tuple(_digest_file(file) for file in files),
+            },
         )
     except DatasetGenerationError as error:
         if isinstance(error.__cause__, ValueError | OSError):
@@ -300,9 +303,9 @@ def _load_files(reader: Callable[..., Iterator[Pair]], files: Sequence[str], *co
 
 
 def _run_reader(
-    reader: Callable[..., Iterator[Pair]], arguments: tuple[str, ...], stamps: tuple[tuple[int, int], ...]
+    reader: Callable[..., Iterator[Pair]], arguments: tuple[str, ...], digests: tuple[str, ...]
 ) -> Iterator[Pair]:
-    del stamps
+    del digests
     return reader(*arguments)
 
 

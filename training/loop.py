@@ -133,12 +133,29 @@ class TrainingLoop:
             load_optimizer_state(self.optimizer, checkpoint.optimizer_state)
         if self.progress.scaler is not None and accelerator.scaler is not None:
             accelerator.scaler.load_state_dict(self.progress.scaler)
+        self._settle_buckets(model.config.eos_token_id)
         self.weights = TrainedWeights(
             accelerator.unwrap_model(self.model),
             whole=second,
             ema_decay=recipe.ema_decay,
             average=checkpoint.average if checkpoint is not None else None,
         )
+
+    def _settle_buckets(self, token: int) -> None:
+        """Let DDP see a backward pass, which decides how it groups the gradients from then on.
+
+        Three ranks or more add up in an order that depends on the grouping: the first update of a session that
+        continues would else be rounded otherwise than the same update of a run that was not interrupted.
+        """
+        if not isinstance(self.model, torch.nn.parallel.DistributedDataParallel):
+            return
+        ids = torch.tensor([[token]], device=self.accelerator.device)
+        self.model.train()
+        for _ in range(2):  # the second begins with the new grouping
+            with self.accelerator.autocast():
+                loss = self.model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss
+            loss.backward()
+        self.optimizer.zero_grad(set_to_none=True)
 
     def resolved(self) -> dict[str, Any]:
         """Return what the arguments came to: the whole architecture, and the peak of the schedule."""

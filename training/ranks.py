@@ -4,8 +4,6 @@ Decisions are made on the host, through a process group of its own, so that none
 """
 
 import contextlib
-import itertools
-import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -71,15 +69,26 @@ def stop_signals_held() -> Iterator[None]:
 
 
 def leave_stopping_to_parent(worker: int) -> None:
-    """Let a loading process go on when the whole group is asked to stop: the process it loads for ends it in time.
-
-    Only the second SIGTERM, which is that process's own, ends it.
-    """
+    """Let a loading process go on when the whole group is asked to stop: the process it loads for ends it in time."""
     del worker
-    received = itertools.count()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0) if next(received) else None)
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+@contextlib.contextmanager
+def loading_errors_named() -> Iterator[None]:
+    """Say in one line that a loading process was killed, which its loader says by a RuntimeError.
+
+    Raises:
+        ChildProcessError: In its place.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise ChildProcessError(f"a process that loads data was killed: {str(error).splitlines()[0]}") from error
 
 
 class Ranks:

@@ -1,5 +1,7 @@
 """What a run writes about itself: its origin (run.json), its metrics (metrics.jsonl, curves.png) and its results."""
 
+import contextlib
+import errno
 import hashlib
 import importlib.metadata
 import json
@@ -8,13 +10,19 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import matplotlib.figure
 import torch
 from accelerate import Accelerator
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 LIBRARIES = ("hf_vanilla_trm", "torch", "transformers", "accelerate", "datasets", "tokenizers", "sacrebleu")
 MAY_CHANGE = (
@@ -38,6 +46,30 @@ class RunLog:
         self.run_file = run / "run.json"
         self.metrics_file = run / "metrics.jsonl"
         self.results_file = run / "results.json"
+        self._lock: TextIO | None = None
+
+    def claim(self) -> None:
+        """Keep other sessions out of the run's folder until `release`, or until this process has ended.
+
+        Raises:
+            ValueError: If another session trains there.
+        """
+        if not self.accelerator.is_main_process or fcntl is None:
+            return
+        self._lock = (self.run / ".lock").open("a")
+        try:
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise ValueError(
+                    f"another session trains in {self.run}: wait for its end, or use another output_dir"
+                ) from None
+            # a file system without locks: nothing is kept out
+
+    def release(self) -> None:
+        """Let other sessions into the run's folder."""
+        if self._lock is not None:
+            self._lock.close()
 
     def check(self, arguments: dict[str, Any], *, allow_changes: bool | None) -> None:
         """Refuse to continue a run with other arguments than it was begun with.
@@ -111,7 +143,7 @@ class RunLog:
     def metrics(self, update: int, values: dict[str, Any]) -> None:
         """Append one line to metrics.jsonl and send the numbers to the trackers."""
         if self.accelerator.is_main_process:
-            with self.metrics_file.open("a") as file:
+            with _named_errors(self.metrics_file), self.metrics_file.open("a") as file:
                 file.write(json.dumps({"update": update, **values}) + "\n")
         numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
         self.accelerator.log(numbers, step=update)
@@ -120,8 +152,13 @@ class RunLog:
         """Return the lines of metrics.jsonl, without a last one that was not written to its end."""
         if not self.metrics_file.exists():
             return []
-        lines = self.metrics_file.read_text().split("\n")
-        return [json.loads(line) for line in lines[:-1]]
+        rows = []
+        for number, line in enumerate(self.metrics_file.read_text().split("\n")[:-1], start=1):
+            try:
+                rows.append(json.loads(line))
+            except ValueError as error:
+                raise ValueError(f"{self.metrics_file}, line {number}, is torn ({error}): delete the line") from error
+        return rows
 
     def plot(self) -> None:
         """Draw curves.png: both losses, and the validation's BLEU, chrF and exact match, over updates."""
@@ -163,7 +200,10 @@ class RunLog:
         return {**arguments, "num_processes": self.accelerator.num_processes}
 
     def _read_run_file(self) -> dict[str, Any] | None:
-        return json.loads(self.run_file.read_text()) if self.run_file.exists() else None
+        try:
+            return json.loads(self.run_file.read_text()) if self.run_file.exists() else None
+        except ValueError as error:
+            raise ValueError(f"{self.run_file} is torn ({error}): to begin anew, use another output_dir") from error
 
     def _keep_metrics_until(self, update: int, evaluated_update: int) -> None:
         """Drop what an interrupted session logged after its last checkpoint: it will be logged again."""
@@ -239,5 +279,15 @@ def write_json(file: Path, value: object) -> None:
 
 def _write(file: Path, text: str) -> None:
     temporary = file.with_name(f".{file.name}")
-    temporary.write_text(text)
-    os.replace(temporary, file)
+    with _named_errors(file):
+        temporary.write_text(text)
+        os.replace(temporary, file)
+
+
+@contextlib.contextmanager
+def _named_errors(file: Path) -> Iterator[None]:
+    """Name the file in what the system says of writing it: of a full disk, it names none."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"{file} cannot be written: {error.strerror}") from error

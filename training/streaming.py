@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from training.batching import Batch, Collator, Position, TokenBatchSampler
 from training.data import DroppedRows, Pair, TokenizedPair
-from training.ranks import leave_stopping_to_parent, stop_signals_held
+from training.ranks import leave_stopping_to_parent, loading_errors_named, stop_signals_held
 
 logger = logging.getLogger(__name__)
 
@@ -85,10 +85,11 @@ class StreamedBatches(IterableDataset):
         )
         with stop_signals_held():
             items = iter(loader)
-        for item in items:
-            if isinstance(item, Exception):
-                raise item
-            yield item
+        with loading_errors_named():
+            for item in items:
+                if isinstance(item, Exception):
+                    raise item
+                yield item
 
     def __iter__(self) -> Iterator[tuple[Batch, Position] | Exception]:
         """Yield what `iterate` does; an error as an item, since a loading process would bury it in a traceback."""
@@ -128,7 +129,7 @@ class StreamedBatches(IterableDataset):
             if held is not None:
                 together, shorter = len(held[1]) + len(pairs), min(len(held[1]), len(pairs))
                 is_short = 2 * shorter < self.window_rows and together <= 2 * self.window_rows
-                if is_short or len(pairs) < self.dealing["num_ranks"]:
+                if is_short or shorter < self.dealing["num_ranks"]:
                     held[1].extend(pairs)
                     continue
                 yield held

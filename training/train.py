@@ -7,6 +7,7 @@ import functools
 import itertools
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from hf_vanilla_trm import VanillaTrmConfig, VanillaTrmForConditionalGeneration
 from training.arguments import DataArguments, ModelArguments, PairArguments, RecipeArguments, parse_arguments
 from training.batching import CachedBatches, PairCollator, TokenBatchSampler
-from training.checkpoint import find_checkpoints, repair
+from training.checkpoint import find_checkpoints, repair, write_folder
 from training.data import (
     SPLITS,
     Limits,
@@ -63,7 +64,8 @@ LAUNCHERS = ("accelerate", "accelerate_cli.py", "accelerate.commands.accelerate_
 def main(arguments: Sequence[str] | None = None, *, initialise: Callable[[PreTrainedModel], None] | None = None) -> int:
     """Train as the arguments say; return the exit code.
 
-    SIGTERM ends a run after the update it is at: all is saved, and the code is 0. So does Ctrl-C, with code 130.
+    SIGTERM ends a run after the update it is at: all is saved, and the code is 0. So does Ctrl-C, with code 130. Before
+    the first update there is nothing to save, and a signal ends the process as it does any other.
 
     Args:
         arguments: The command line without the program's name; `sys.argv[1:]` when None.
@@ -77,27 +79,47 @@ def main(arguments: Sequence[str] | None = None, *, initialise: Callable[[PreTra
         return 1
     start_logging(accelerator)
     log = RunLog(Path(recipe.output_dir), accelerator)
-    stop = StopRequest()
+    who = "error" if accelerator.is_main_process else f"error of rank {accelerator.process_index}"
     with logging_redirect_tqdm():
         try:
-            run = prepare(model_arguments, data_arguments, recipe, accelerator, log, stop, initialise)
-            if log.results_file.exists() and run.loop.stop_reason() is not None:
-                logger.info("%s is finished (%s): nothing to do", log.run, run.loop.stop_reason())
-                return 0
-            resolved = {**run.loop.resolved(), "inputs": run.inputs}
-            progress = run.loop.progress
-            done = {"update": progress.update, "evaluated_update": progress.evaluated_update}
-            run.loop.ranks.together(lambda: log.begin(run.arguments, resolved=resolved, **done))
-            reset_peak_memory(accelerator.device)
-            with stop:
-                reason = run.loop.train()
-                finished = reason is not None and report(run, reason, log, peak_memory(accelerator.device))
+            return session(model_arguments, data_arguments, recipe, accelerator, log, initialise)
         except (OSError, ValueError, TrainingDivergedError) as error:  # what the user gave, the disk, the numbers
-            if accelerator.is_main_process:
-                print(f"error: {error}", file=sys.stderr)
-            return 1
+            print(f"{who}: {error}", file=sys.stderr)
         except OtherRankFailedError:  # which prints what it is
-            return 1
+            pass
+        except RuntimeError as error:
+            if accelerator.is_main_process:
+                raise
+            print(f"{who}: {str(error).splitlines()[0]}", file=sys.stderr)  # the connection to one that has failed
+        except KeyboardInterrupt:  # before the first update, when there is nothing to save, or a second time
+            return 128 + signal.SIGINT
+        finally:
+            log.release()
+    return 1
+
+
+def session(
+    model_arguments: ModelArguments,
+    data_arguments: DataArguments,
+    recipe: RecipeArguments,
+    accelerator: Accelerator,
+    log: RunLog,
+    initialise: Callable[[PreTrainedModel], None] | None,
+) -> int:
+    """Begin or continue a run; return the exit code. For the errors, see `prepare` and `TrainingLoop.train`."""
+    stop = StopRequest()
+    run = prepare(model_arguments, data_arguments, recipe, accelerator, log, stop, initialise)
+    loop = run.loop
+    if log.results_file.exists() and loop.stop_reason() is not None:
+        logger.info("%s is finished (%s): nothing to do", log.run, loop.stop_reason())
+        return 0
+    resolved = {**loop.resolved(), "inputs": run.inputs}
+    done = {"update": loop.progress.update, "evaluated_update": loop.progress.evaluated_update}
+    loop.ranks.together(lambda: log.begin(run.arguments, resolved=resolved, **done))
+    reset_peak_memory(accelerator.device)
+    with stop:
+        reason = loop.train()
+        finished = reason is not None and report(run, reason, log, peak_memory(accelerator.device))
     accelerator.end_training()
     return 0 if finished else stop.exit_code
 
@@ -138,6 +160,7 @@ def prepare(
     all_arguments = {**vars(model_arguments), **vars(data_arguments), **vars(recipe)}
     ranks = Ranks(accelerator)
     log.run.mkdir(parents=True, exist_ok=True)
+    ranks.together(log.claim)
     ranks.together(lambda: repair(log.run) if accelerator.is_main_process else None)
     checkpoints = find_checkpoints(log.run)
     if checkpoints:
@@ -366,7 +389,8 @@ def prepare_tokenizer(
     if accelerator.is_main_process and not (folder.exists() and find_checkpoints(run)):
         logger.info("training a tokenizer of %d entries", vocab_size)
         texts = (pair[side] for pair in pairs for side in ("source", "target"))
-        train_tokenizer(texts, vocab_size).save_pretrained(folder)
+        trained = train_tokenizer(texts, vocab_size)
+        write_folder(folder, trained.save_pretrained)
     accelerator.wait_for_everyone()
     return load_tokenizer(str(folder))
 
@@ -476,7 +500,13 @@ def report(run: Run, reason: str, log: RunLog, peak: int) -> bool:
     """
     loop, evaluators = run.loop, run.evaluators
     recipe, progress, accelerator = loop.recipe, loop.progress, loop.accelerator
-    model, tokenizer = load(str(loop.run / "best"), str(accelerator.device))
+    try:
+        model, tokenizer = load(str(loop.run / "best"), str(accelerator.device))
+    except Exception as error:  # each library has a class of its own for a damaged file
+        kept = loop.run / "checkpoints" / f"update-{progress.best_update}"
+        raise ValueError(
+            f"{loop.run / 'best'} cannot be loaded ({error}); that update's checkpoint is {kept}"
+        ) from error
     results: dict[str, Any] = {
         "stopped": reason,
         "parameters": model.num_parameters(),
