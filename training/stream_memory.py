@@ -15,7 +15,7 @@ import psutil
 from training.run_log import write_json
 from training.tokenizer import train_tokenizer
 
-MODEL = {"d_model": 16, "d_ff": 32, "encoder_layers": 1, "decoder_layers": 1, "num_attention_heads": 2}
+MODEL = {"d_model": 8, "d_ff": 16, "encoder_layers": 1, "decoder_layers": 1, "num_attention_heads": 1}
 RECIPE = {
     "streaming": True,
     "max_epochs": 1,
@@ -24,7 +24,8 @@ RECIPE = {
     "report_to": "none",
     "use_cpu": True,
 }
-LIMITS = {"max_source_length": 128, "max_target_length": 128}
+VOCAB_SIZE = 600
+LIMITS = {"max_source_length": 64, "max_target_length": 64}
 
 
 def compare_stream_memory(folder: Path, lines: int, times: int) -> dict[str, Any]:
@@ -44,7 +45,7 @@ def compare_stream_memory(folder: Path, lines: int, times: int) -> dict[str, Any
         files = write_corpus(folder, number)
         if not measured:
             with files["train_source"].open() as source:
-                train_tokenizer((next(source) for _ in range(min(lines, 20_000))), 2000).save_pretrained(
+                train_tokenizer((next(source) for _ in range(min(lines, 20_000))), 600).save_pretrained(
                     folder / "tokenizer"
                 )
         options = (
@@ -81,13 +82,13 @@ def _peak_of(command: list[str]) -> int:
 
 
 def write_corpus(folder: Path, lines: int) -> dict[str, Path]:
-    """Write aligned files of `lines` sentences of three to twelve invented words, the target backwards."""
+    """Write aligned files of `lines` sentences of one to four invented words, the target backwards."""
     rng = random.Random(lines)
-    words = ["".join(rng.choices(string.ascii_lowercase, k=rng.randint(2, 7))) for _ in range(20_000)]
+    words = ["".join(rng.choices(string.ascii_lowercase, k=rng.randint(1, 3))) for _ in range(500)]
     files = {f"train_{side}": folder / f"{lines}.{side}" for side in ("source", "target")}
     with files["train_source"].open("w") as source, files["train_target"].open("w") as target:
         for _ in range(lines):
-            sentence = rng.choices(words, k=rng.randint(3, 12))
+            sentence = rng.choices(words, k=rng.randint(1, 4))
             source.write(" ".join(sentence) + "\n")
             target.write(" ".join(reversed(sentence)) + "\n")
     return files
