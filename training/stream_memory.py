@@ -45,7 +45,7 @@ def compare_stream_memory(folder: Path, lines: int, times: int) -> dict[str, Any
         files = write_corpus(folder, number)
         if not measured:
             with files["train_source"].open() as source:
-                train_tokenizer((next(source) for _ in range(min(lines, 20_000))), 600).save_pretrained(
+                train_tokenizer((next(source) for _ in range(min(lines, 20_000))), VOCAB_SIZE).save_pretrained(
                     folder / "tokenizer"
                 )
         options = (
