@@ -15,8 +15,8 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
+import training.launching
 import training.loop
-import training.train
 from tests.interruptions import Setting, arguments_of, before_an_update, equal_weights, make_data, metrics, train
 
 
@@ -46,7 +46,7 @@ def fsdp2():
     with (
         mock.patch.object(Accelerator, "__init__", wrapped),
         mock.patch.object(training.loop.TrainingLoop, "_prepare", checked),
-        mock.patch.object(training.train, "check_fsdp", return_value=None),
+        mock.patch.object(training.launching, "check_fsdp", return_value=None),
     ):
         yield
 

@@ -23,8 +23,9 @@ from tests.interruptions import Killed
 from tests.launch import ACCELERATE, CLONE, PYTHON, TWO_RANKS, run
 from tests.pairs import write_reversed_pairs
 from training.checkpoint import find_checkpoints
+from training.launching import check_fsdp, processes_asked_for
 from training.loop import TrainingLoop
-from training.train import check_fsdp, main, processes_asked_for
+from training.train import main
 
 WORDS = ["der", "die", "das", "hund", "katze", "haus", "baum", "liest", "sieht", "findet", "einen", "kleinen", "roten"]
 D_MODEL, WARMUP = 16, 4

@@ -40,17 +40,11 @@ from training.card import datasets_of, languages_of
 from training.checkpoint import save_model_folder
 from training.data import fingerprint, load_pairs
 from training.evaluation import Evaluator, TranslationMetric
+from training.launching import check_fsdp, processes_asked_for, start_logging
 from training.objective import TrainingDivergedError
 from training.run_log import RunLog
 from training.tokenizer import check_vocabulary, load_tokenizer
-from training.train import (
-    SCORED,
-    check_fsdp,
-    processes_asked_for,
-    score_splits,
-    start_logging,
-    tokenize_splits,
-)
+from training.train import SCORED, score_splits, tokenize_splits
 from training.trainer import FineTuningTrainer, RunRecorder, make_compute_metrics
 from training.translate import BATCH_TOKENS, load
 
