@@ -145,11 +145,11 @@ def once(number):
 
 
 @contextlib.contextmanager
-def before_an_update(number, update=6):
+def before_an_update(number, is_the_one=lambda loop, data: loop.progress.update == 5):
     interrupt, original = once(number), training.loop.TrainingLoop._update
 
     def wrapped(loop, data):
-        if loop.progress.update + 1 == update:
+        if is_the_one(loop, data):
             interrupt()
         original(loop, data)
 
@@ -177,17 +177,8 @@ def between_micro_batches(number, update=6):
         yield
 
 
-@contextlib.contextmanager
 def at_an_epochs_end(number):
-    interrupt, original = once(number), training.loop.TrainingLoop._update
-
-    def wrapped(loop, data):
-        if data.ends_epoch and loop.progress.update > 4:
-            interrupt()
-        original(loop, data)
-
-    with mock.patch.object(training.loop.TrainingLoop, "_update", wrapped):
-        yield
+    return before_an_update(number, lambda loop, data: data.ends_epoch and loop.progress.update > 4)
 
 
 @contextlib.contextmanager

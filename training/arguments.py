@@ -252,6 +252,18 @@ class RecipeArguments:
             raise ValueError(f"cooldown_steps ({self.cooldown_steps}) counts back from max_updates: give it")
 
 
+def positive_integer(text: str) -> int:
+    """Return the number in an argument, for argparse.
+
+    Raises:
+        argparse.ArgumentTypeError: If it is below 1.
+        ValueError: If it is no integer.
+    """
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
+    return value
+
+
 Arguments = tuple[ModelArguments, DataArguments, RecipeArguments]
 
 

@@ -4,6 +4,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
@@ -165,6 +166,21 @@ class PairCollator:
         return torch.tensor([ids + [value] * (width - len(ids)) for ids in sequences], dtype=torch.int64)
 
 
+def load_ahead(dataset: Any, **options: Any) -> Iterator[Any]:
+    """Yield what a `DataLoader` with these options yields, in a way that an interruption cannot change.
+
+    The loader draws from no generator that dropout uses, and its processes leave stopping to this one.
+
+    Raises:
+        ChildProcessError: If one of its processes was killed.
+    """
+    loader = DataLoader(dataset, generator=torch.Generator(), worker_init_fn=leave_stopping_to_parent, **options)
+    with stop_signals_held():
+        items = iter(loader)
+    with loading_errors_named():
+        yield from items
+
+
 class CachedBatches:
     """The batches of rows that are at hand, of one rank.
 
@@ -188,20 +204,15 @@ class CachedBatches:
     def iterate(self, epoch: int, position: Position) -> Iterator[tuple[Batch, Position]]:
         """Yield the batches of an epoch from a position on, each with the position after it."""
         self.sampler.set_epoch(epoch)
-        loader = DataLoader(
+        batches = load_ahead(
             self.dataset,
             batch_sampler=islice(self.sampler, position.batch, None),
             collate_fn=self.collate,
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
-            generator=torch.Generator(),  # or it would draw from the global one, which dropout uses
-            worker_init_fn=leave_stopping_to_parent,
         )
-        with stop_signals_held():
-            batches = iter(loader)
-        with loading_errors_named():
-            for number, batch in enumerate(batches, start=position.batch + 1):
-                yield batch, Position(0, number)
+        for number, batch in enumerate(batches, start=position.batch + 1):
+            yield batch, Position(0, number)
 
     def fraction(self, position: Position) -> float:
         """Return how much of the epoch lies before the position, from 0 to 1."""

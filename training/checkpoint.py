@@ -5,7 +5,6 @@ files: what a crash or a disk has spoilt is noticed, and the checkpoint before i
 """
 
 import dataclasses
-import hashlib
 import json
 import logging
 import os
@@ -21,6 +20,7 @@ from safetensors.torch import load_file, load_model, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from training.batching import Position
+from training.digest import digest_of_file
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ def save_checkpoint(
         if checkpoint.average is not None:
             save_file(checkpoint.average, temporary / AVERAGE_FILE)
         (temporary / STATE_FILE).write_text(json.dumps(dataclasses.asdict(checkpoint.progress), indent=2) + "\n")
-        digests = {file.name: _digest(file) for file in sorted(temporary.iterdir())}
+        digests = {file.name: digest_of_file(file) for file in sorted(temporary.iterdir())}
         (temporary / DIGESTS_FILE).write_text(json.dumps(digests, indent=2) + "\n")
 
     write_folder(folder, write)
@@ -146,7 +146,7 @@ def fault_of(checkpoint: Path) -> str | None:
         return f"{DIGESTS_FILE} is missing or torn"
     for name, digest in digests.items():
         try:
-            if _digest(checkpoint / name) != digest:
+            if digest_of_file(checkpoint / name) != digest:
                 return f"{name} is not what was written"
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
@@ -197,11 +197,6 @@ def rotate_checkpoints(run: Path, *, keep: int, best_update: int | None) -> None
 
 def _update_of(path: Path) -> int:
     return int(path.name.removeprefix("update-"))
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def write_folder(folder: Path, write: Callable[[Path], None]) -> None:

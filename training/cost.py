@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_vanilla_trm import VanillaTrmConfig, VanillaTrmForConditionalGeneration
-from training.arguments import parse_arguments
+from training.arguments import parse_arguments, positive_integer
 
 BYTES_PER_PARAMETER = 16
 """Float32 parameter, gradient, and Adam's two moments."""
@@ -105,18 +105,12 @@ def update_seconds(flops: int, parameters: int, gpus: int, *, rate: float, bandw
     return products + max(0.0, all_reduce - products * 2 / 3)
 
 
-def _positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
-    return value
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print what the configuration needs; return the exit code."""
     parser = argparse.ArgumentParser(description="Estimate what training costs.", allow_abbrev=False)
     parser.add_argument("--config", required=True, help="YAML file of training")
-    parser.add_argument("--gpus", type=_positive, nargs="+", default=[1, 2, 4, 8, 16], help="numbers of cards")
-    parser.add_argument("--length", type=_positive, default=28, help="mean tokens of a sentence")
+    parser.add_argument("--gpus", type=positive_integer, nargs="+", default=[1, 2, 4, 8, 16], help="numbers of cards")
+    parser.add_argument("--length", type=positive_integer, default=28, help="mean tokens of a sentence")
     parser.add_argument("--teraflops", type=float, default=312, help="peak of a card in the precision of training")
     parser.add_argument("--utilisation", type=float, default=0.35, help="part of the peak that training reaches")
     parser.add_argument("--gigabytes_per_second", type=float, default=100, help="bandwidth of a link between cards")

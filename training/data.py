@@ -23,6 +23,7 @@ from huggingface_hub import HfApi
 from transformers import PreTrainedTokenizerBase
 
 from training.arguments import PairArguments
+from training.digest import digest_of_file
 from training.embedded_corpus import generate_pairs
 from training.lines import read_lines
 
@@ -293,7 +294,7 @@ def _load_files(reader: Callable[..., Iterator[Pair]], files: Sequence[str], *co
             gen_kwargs={
                 "reader": reader,
                 "arguments": (*files, *columns),
-                "digests": tuple(_digest_file(file) for file in files),
+                "digests": tuple(digest_of_file(file) for file in files),
             },
         )
     except DatasetGenerationError as error:
@@ -486,17 +487,12 @@ def digest_stream(arguments: PairArguments) -> dict[str, str]:
     """Return a digest of each training file by the name of its argument; for a data set on the Hub, its commit."""
     if arguments.dataset_name is None:
         named = {name: getattr(arguments, name) for name in ("train_source", "train_target", "train_file")}
-        return {name: _digest_file(path) for name, path in named.items() if path is not None}
+        return {name: digest_of_file(path) for name, path in named.items() if path is not None}
     folder = Path(arguments.dataset_name)
     if not folder.is_dir():
         return {"dataset_name": str(HfApi().dataset_info(arguments.dataset_name).sha)}
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): _digest_file(path) for path in files}
-
-
-def _digest_file(path: str | Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return {str(path.relative_to(folder)): digest_of_file(path) for path in files}
 
 
 def fingerprint(splits: DatasetDict) -> dict[str, str]:

@@ -5,12 +5,10 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
-from training.batching import Batch, Collator, Position, TokenBatchSampler
+from training.batching import Batch, Collator, Position, TokenBatchSampler, load_ahead
 from training.data import DroppedRows, Pair, TokenizedPair
-from training.ranks import leave_stopping_to_parent, loading_errors_named, stop_signals_held
 
 logger = logging.getLogger(__name__)
 
@@ -73,23 +71,18 @@ class StreamedBatches(IterableDataset):
         """
         self.epoch, self.position = epoch, position
         ahead: dict[str, Any] = {"prefetch_factor": PREFETCHED_BATCHES} if self.num_workers else {}
-        loader = DataLoader(
+        items = load_ahead(
             self,
             batch_size=None,
             collate_fn=_as_it_is,
             num_workers=min(1, self.num_workers),
             pin_memory=self.pin_memory,
-            generator=torch.Generator(),  # or it would draw from the global one, which dropout uses
-            worker_init_fn=leave_stopping_to_parent,
             **ahead,
         )
-        with stop_signals_held():
-            items = iter(loader)
-        with loading_errors_named():
-            for item in items:
-                if isinstance(item, Exception):
-                    raise item
-                yield item
+        for item in items:
+            if isinstance(item, Exception):
+                raise item
+            yield item
 
     def __iter__(self) -> Iterator[tuple[Batch, Position] | Exception]:
         """Yield what `iterate` does; an error as an item, since a loading process would bury it in a traceback."""

@@ -24,6 +24,7 @@ from transformers import (
 )
 
 import hf_vanilla_trm  # noqa: F401  (its import makes the Auto classes know the model)
+from training.arguments import positive_integer
 from training.lines import as_line, read_lines
 from training.tokenizer import check_vocabulary
 
@@ -174,21 +175,15 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--model", required=True, help="folder or Hub id of a model with tokenizer")
     parser.add_argument("--input", type=Path, help="file of source lines (default: standard input)")
     parser.add_argument("--output", type=Path, help="file for the translations (default: standard output)")
-    parser.add_argument("--num_beams", type=_positive, help="default: the model's own")
+    parser.add_argument("--num_beams", type=positive_integer, help="default: the model's own")
     parser.add_argument("--length_penalty", type=float, help="default: the model's own")
     parser.add_argument("--max_length_a", type=float, help="cap a * source_length + b; default: the model's own, or 1")
     parser.add_argument("--max_length_b", type=int, help="default: the model's own, or 50")
     parser.add_argument(
-        "--batch_tokens", type=_positive, default=BATCH_TOKENS, help="source tokens times beams in a batch"
+        "--batch_tokens", type=positive_integer, default=BATCH_TOKENS, help="source tokens times beams in a batch"
     )
     parser.add_argument("--device", type=torch.device, help="default: an accelerator if there is one")
     return parser.parse_args(arguments)
-
-
-def _positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
-    return value
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -73,13 +73,13 @@ class TrainedWeights:
         """Return the average by name, whole and on the host."""
         if self.average is None:
             return None
-        return {name: whole(tensor).cpu() for name, tensor in self.average.items()}
+        return {name: gathered(tensor).cpu() for name, tensor in self.average.items()}
 
     @torch.no_grad()
     def _fill(self, tensors: Mapping[str, torch.Tensor]) -> PreTrainedModel:
         assert self.whole is not None
         for name, parameter in self.whole.named_parameters():
-            parameter.copy_(whole(tensors[name]))
+            parameter.copy_(gathered(tensors[name]))
         return self.whole
 
 
@@ -96,7 +96,7 @@ def divide(model: PreTrainedModel) -> None:
     fully_shard(model)
 
 
-def whole(value: Any) -> Any:
+def gathered(value: Any) -> Any:
     """Return a tensor of which each rank has a part as the whole tensor; anything else as it is."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
@@ -113,7 +113,7 @@ def whole_optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return an optimizer's `state_dict` with whole tensors on the host."""
     state = optimizer.state_dict()
     moments = {
-        number: {name: _on_host(whole(value)) for name, value in of_parameter.items()}
+        number: {name: _on_host(gathered(value)) for name, value in of_parameter.items()}
         for number, of_parameter in state["state"].items()
     }
     return {**state, "state": moments}
