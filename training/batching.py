@@ -34,8 +34,10 @@ class TokenBatchSampler(Sampler[list[int]]):
     """Batches of row numbers, grouped by length, whose padded size stays within a budget of tokens.
 
     "Sentence pairs were batched together by approximate sequence length" (section 5.1). In every epoch the rows are
-    sorted by length, equal lengths in random order, and cut into batches; then the batches are shuffled. The cost of a
-    batch is its number of rows times its longest sequence, source or target.
+    sorted by the length of their longer side, and those alike in it by the difference of their sides, upwards and
+    downwards in turn, so that neighbours are alike in both sides; rows alike in both come in random order. Then they
+    are cut into batches, and the batches are shuffled. The cost of a batch is its number of rows times its longest
+    sequence, source or target.
 
     Each row comes once in an epoch, over all ranks. Every rank has the same number of batches, none of them empty:
     where the batches cannot be dealt evenly, the largest are halved. The order depends on (seed, epoch) only.
@@ -70,7 +72,7 @@ class TokenBatchSampler(Sampler[list[int]]):
             raise ValueError(f"rank ({rank}) must be at least 0 and less than num_ranks ({num_ranks})")
         sources, targets = (np.asarray(lengths, dtype=np.int64) for lengths in (source_lengths, target_lengths))
         self.longest = np.maximum(sources, targets)
-        self.total = sources + targets
+        self.difference = np.where(self.longest % 2, sources - targets, targets - sources)
         self.batch_tokens = batch_tokens
         self.seed = seed
         self.num_ranks = num_ranks
@@ -95,8 +97,7 @@ class TokenBatchSampler(Sampler[list[int]]):
         if self.shuffle:
             rng.shuffle(rows)
             rng.shuffle(batches)
-        # within one cost by total length, so that the shorter sides are alike too; the sort is stable
-        rows = rows[np.lexsort((self.total[rows], self.longest[rows]))]
+        rows = rows[np.lexsort((self.difference[rows], self.longest[rows]))]  # a stable sort
         starts = np.cumsum([0, *self.batch_sizes])
         for batch in batches[self.rank :: self.num_ranks]:
             yield rows[starts[batch] : starts[batch + 1]].tolist()
