@@ -12,9 +12,10 @@ from accelerate.state import AcceleratorState
 from hf_vanilla_trm import VanillaTrmConfig, VanillaTrmForConditionalGeneration
 from tests.conftest import tiny_config
 from tests.interruptions import Killed
-from training import step_speed
+from training import sharing_speed, step_speed
 from training.arguments import ModelArguments
-from training.benchmark import fresh_loss, main, summarise, table, write_reverse_task, xavier
+from training.benchmark import main
+from training.initialisation import fresh_loss, summarise, table, write_reverse_task, xavier
 from training.loop import TrainingLoop
 
 SIZES = {"d_model": 16, "d_ff": 24, "encoder_layers": 2, "decoder_layers": 3, "num_attention_heads": 2}
@@ -175,12 +176,12 @@ def test_the_benchmark_of_sharing_modes_reports_ratios_of_what_it_timed(tmp_path
     clock = iter(range(10_000))
     slowness = {"none": 2.0, "attention": 1.0, "ffn": 4.0, "all": 2.0}
 
-    def scripted(steps, rounds):
+    def scripted(steps, batches, rounds):
         for step in steps.values():
-            step()
+            step(batches[0])
         return {name: [slowness[name] * (1 + next(clock) % 2) for _ in range(rounds)] for name in steps}
 
-    monkeypatch.setattr(step_speed, "seconds_in_turn", scripted)
+    monkeypatch.setattr(sharing_speed, "seconds_in_turn", scripted)
     flags = ["--size=tiny", "--vocab_size=50", "--sentences=2", "--length=3", "--rounds=4"]
     assert main(["sharing", *flags, f"--output_dir={tmp_path}"]) == 0
     rows = json.loads((tmp_path / "sharing.json").read_text())["rows"]
@@ -190,14 +191,6 @@ def test_the_benchmark_of_sharing_modes_reports_ratios_of_what_it_timed(tmp_path
         numbers = sum(parameter.numel() for parameter in VanillaTrmForConditionalGeneration(config).parameters())
         assert 4 * numbers < row["file_bytes"] < 4 * numbers + 40_000
     assert "| all | 3.000 | 1.000 (1.000, 1.000) |" in capsys.readouterr().out
-
-
-def test_steps_are_timed_in_turn():
-    calls = []
-    steps = {name: lambda name=name: calls.append(name) for name in ("a", "b")}
-    times = step_speed.seconds_in_turn(steps, 3)
-    assert calls == ["a", "b"] * 4
-    assert [len(seconds) for seconds in times.values()] == [3, 3]
 
 
 @pytest.mark.slow

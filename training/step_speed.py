@@ -1,20 +1,16 @@
-"""How long a training step takes: several models in turn, on the same batch, in one process.
+"""Timing training steps of several models: in turn, in one process, on the same batches.
 
 A machine's speed drifts; what is compared is therefore measured alternately, and reported as a ratio.
 """
 
-import statistics
-import tempfile
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from tqdm import trange
-from transformers import PreTrainedModel
+from torch import nn
+from tqdm import tqdm
 
-from hf_vanilla_trm import VanillaTrmConfig, VanillaTrmForConditionalGeneration
 from training.objective import Batch
 
 SIZES: dict[str, dict[str, int]] = {
@@ -23,75 +19,63 @@ SIZES: dict[str, dict[str, int]] = {
     "base": {"d_model": 512, "d_ff": 2048, "encoder_layers": 6, "decoder_layers": 6, "num_attention_heads": 8},
 }
 MODES = ("none", "attention", "ffn", "all")
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+Loss = Callable[[nn.Module, Batch], torch.Tensor]
+Step = Callable[[Batch], torch.Tensor]
 
 
-def random_batch(vocab_size: int, sentences: int, length: int) -> Batch:
-    """Return sentences of random tokens, all of one length: no padding, every position a target."""
-    generator = torch.Generator().manual_seed(0)
-    source, target = (
-        torch.randint(3, vocab_size, (sentences, length), generator=generator) for _ in ("source", "target")
-    )
-    return {"input_ids": source, "attention_mask": torch.ones_like(source), "labels": target}
+def step_of(model: nn.Module, loss: Loss, precision: str = "fp32", learning_rate: float = 1e-5) -> Step:
+    """Return a function that makes one update of a batch: forward with loss, backward, Adam; it returns the loss.
 
+    Args:
+        model: In training mode.
+        loss: The loss per target token of a model and a batch.
+        precision: A key of `PRECISIONS`; "bf16" is autocast, as training has it.
+        learning_rate: Adam's; small, so that what is timed stays what it is.
+    """
+    optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), eps=1e-9, fused=True)
 
-def step_of(model: PreTrainedModel, batch: Batch) -> Callable[[], None]:
-    """Return a function that makes one update: forward with loss, backward, Adam."""
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-5, betas=(0.9, 0.98), eps=1e-9)
+    def autocast() -> AbstractContextManager:
+        return nullcontext() if precision == "fp32" else torch.autocast("cpu", PRECISIONS[precision])
 
-    def step() -> None:
-        model(**batch, label_smoothing=0.1).loss.backward()
+    def step(batch: Batch) -> torch.Tensor:
+        with autocast():
+            value = loss(model, batch)
+        value.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        return value.detach()
 
     return step
 
 
-def seconds_in_turn(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
-    """Return the times of each step, one a round; each is made once before, untimed."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for step in steps.values():
-        step()
-    for _ in trange(rounds, desc="Measuring", leave=False):
-        for name, step in steps.items():
-            started = time.perf_counter()
-            step()
-            times[name].append(time.perf_counter() - started)
-    return times
-
-
-def compare_modes(size: str, vocab_size: int, sentences: int, length: int, rounds: int) -> list[dict[str, Any]]:
-    """Return for each sharing mode its step's speed, and the size of its file, in relation to the unshared model.
+def seconds_in_turn(
+    steps: dict[str, Step], batches: Sequence[Batch], rounds: int, between: Callable[[], None] = lambda: None
+) -> dict[str, list[float]]:
+    """Return for each step the seconds of every round, a round being a step of each batch; the first one is not timed.
 
     Args:
-        size: A key of `SIZES`.
-        vocab_size: Tokens.
-        sentences: Sentences of the batch.
-        length: Tokens of each, source and target.
-        rounds: Steps that are timed.
+        steps: By name. They are made in turn with every batch, each of them first as often as the others.
+        batches: Of one round.
+        rounds: Rounds that are timed.
+        between: Called after every round.
     """
-    batch = random_batch(vocab_size, sentences, length)
-    steps, files = {}, {}
-    for mode in MODES:
-        torch.manual_seed(0)
-        config = VanillaTrmConfig(vocab_size=vocab_size, parameter_sharing=mode, **SIZES[size])
-        model = VanillaTrmForConditionalGeneration(config).train()
-        with tempfile.TemporaryDirectory() as folder:
-            model.save_pretrained(folder)
-            files[mode] = (Path(folder) / "model.safetensors").stat().st_size
-        steps[mode] = step_of(model, batch)
-    times = seconds_in_turn(steps, rounds)
-    rows = []
-    for mode in MODES:
-        ratios = [unshared / shared for unshared, shared in zip(times["none"], times[mode], strict=True)]
-        rows.append(
-            {
-                "mode": mode,
-                "seconds": statistics.median(times[mode]),
-                "speed_ratio": statistics.median(ratios),
-                "lowest_ratio": min(ratios),
-                "highest_ratio": max(ratios),
-                "file_bytes": files[mode],
-                "file_ratio": files[mode] / files["none"],
-            }
-        )
-    return rows
+    names = list(steps)
+    for step in steps.values():
+        step(max(batches, key=lambda batch: batch["labels"].numel()))
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    with tqdm(total=rounds * len(batches) * len(steps), desc="Measuring", unit="step", leave=False) as bar:
+        for _ in range(rounds):
+            seconds = dict.fromkeys(steps, 0.0)
+            for number, batch in enumerate(batches):
+                first = number % len(names)
+                for name in (*names[first:], *names[:first]):
+                    started = time.perf_counter()
+                    steps[name](batch)
+                    seconds[name] += time.perf_counter() - started
+                    bar.update()
+            for name, value in seconds.items():
+                times[name].append(value)
+            between()
+    return times

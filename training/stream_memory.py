@@ -1,5 +1,6 @@
 """Whether streaming takes more memory for more lines: one epoch of training on a corpus and on a longer one."""
 
+import argparse
 import contextlib
 import json
 import random
@@ -7,6 +8,7 @@ import shutil
 import string
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,21 @@ RECIPE = {
 }
 VOCAB_SIZE = 600
 LIMITS = {"max_source_length": 64, "max_target_length": 64}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of this benchmark."""
+    parser.add_argument("--lines", type=int, default=100_000, help="Pairs of the shorter corpus (default: 100000).")
+    parser.add_argument("--times", type=int, default=20, help="How much longer the other is (default: 20).")
+    parser.add_argument("--output_dir", type=Path, default=Path("runs/benchmark/streaming"))
+
+
+def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
+    """Measure, write streaming.json and print the ratio; return the exit code. There are no further flags."""
+    del flags
+    result = compare_stream_memory(options.output_dir, options.lines, options.times)
+    print(f"peak memory with {options.times} times the lines: {result['ratio']:.3f} times")
+    return 0
 
 
 def compare_stream_memory(folder: Path, lines: int, times: int) -> dict[str, Any]:

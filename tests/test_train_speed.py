@@ -1,0 +1,128 @@
+"""The benchmark of training speed, shrunk: its peers are the models they are called, and its figures follow from what
+it timed.
+"""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from training import peers, step_speed, train_speed
+from training.benchmark import main
+from training.loop_speed import WARM_UP, StepsBeside, summary
+
+SIZE = {"d_model": 16, "d_ff": 24, "encoder_layers": 2, "decoder_layers": 3, "num_attention_heads": 2}
+VOCAB = 50
+
+
+def batches(number=2):
+    lengths = np.array([5, 3, 7, 4, 6]), np.array([4, 6, 2, 5, 3])
+    return train_speed.random_batches(lengths, VOCAB, 21, number)
+
+
+def test_useful_work_is_counted_as_stated():
+    """By hand for d 2, d_ff 3, one layer a side, 5 words: 6 (16 + 12 + 32 + 12 + 10)."""
+    size = {"d_model": 2, "d_ff": 3, "encoder_layers": 1, "decoder_layers": 1}
+    assert train_speed.useful_flops(size, 5) == 6 * (16 + 12 + 32 + 12 + 10)
+
+
+def test_useful_work_is_six_times_the_weights_that_a_token_meets():
+    """Of an encoder-decoder without biases and norms, source and target being equally long."""
+    model = peers.build_ours(SIZE, VOCAB, attention_bias=False)
+    matrices = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
+    assert train_speed.useful_flops(SIZE, VOCAB) == 6 * matrices
+
+
+def test_batches_have_the_given_lengths_and_no_token_of_special_meaning():
+    sources, targets = [], []
+    for batch in batches(number=9):
+        assert max(batch["input_ids"].numel(), batch["labels"].numel()) <= 21
+        sources += batch["attention_mask"].sum(1).tolist()
+        targets += (batch["labels"] != -100).sum(1).tolist()
+        assert batch["input_ids"][batch["attention_mask"] == 1].min() >= peers.FIRST_WORD
+        assert batch["input_ids"].max() < VOCAB
+    assert sorted(zip(sources, targets, strict=True)) == [(3, 6), (4, 5), (5, 4), (6, 3), (7, 2)]
+
+
+@pytest.mark.parametrize("name", ["ours, none", "ours, all", "MarianMT", "nn.Transformer"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_every_system_learns_the_batch_it_is_given(name, precision):
+    """The loss begins at that of a uniform guess, or a little above it, and falls when a step is repeated."""
+    torch.manual_seed(0)
+    system = train_speed.systems_of(("none", "all"))[name]
+    model = system.build(SIZE, VOCAB)
+    step = step_speed.step_of(model, system.loss, precision, learning_rate=3e-3)
+    (batch,) = batches(number=1)
+    losses = [float(step(batch)) for _ in range(40)]
+    assert math.log(VOCAB) - 0.2 < losses[0] < math.log(VOCAB) + 2
+    assert losses[-1] < losses[0] - 0.2
+
+
+def test_the_peer_of_torch_is_a_translation_model():
+    """It sees no padding, and no target but those before."""
+    model = peers.build_torch(SIZE, VOCAB).eval()
+    source, target = torch.tensor([[5, 6, 7]]), torch.tensor([[2, 8, 9, 4]])
+    logits = model(source, target)
+    padded = model(nn.functional.pad(source, (0, 4), value=peers.PAD), target)
+    torch.testing.assert_close(padded, logits, rtol=1e-4, atol=1e-5)
+    other = model(source, torch.tensor([[2, 8, 11, 12]]))
+    torch.testing.assert_close(other[:, :2], logits[:, :2], rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(model(source + 1, target), logits)
+
+
+def test_steps_are_timed_in_turn_and_every_one_begins_as_often():
+    calls = []
+    steps = {name: lambda batch, name=name: calls.append((name, batch["labels"].numel())) for name in "ab"}
+    given = [{"labels": torch.zeros(size)} for size in (1, 3, 2, 4)]
+    rounds = []
+    times = step_speed.seconds_in_turn(steps, given, 3, between=lambda: rounds.append(len(calls)))
+    assert calls[:2] == [("a", 4), ("b", 4)]
+    assert calls[2:10] == [("a", 1), ("b", 1), ("b", 3), ("a", 3), ("a", 2), ("b", 2), ("b", 4), ("a", 4)]
+    assert rounds == [10, 18, 26]
+    assert [len(seconds) for seconds in times.values()] == [3, 3]
+
+
+def test_the_loops_speed_is_that_of_what_lies_between_its_requests():
+    """Twenty updates of 100 target tokens: half a second in the loop, 0.4 in the bare step; the warm-up is slow."""
+    beside = StepsBeside(batches=None, step=None)
+    beside.targets = [100] * 25
+    beside.step_seconds = [9.0] * (WARM_UP - 1) + [0.4] * (25 - WARM_UP + 1)
+    beside.loop_seconds = [9.0] * WARM_UP + [0.5] * (24 - WARM_UP)
+    beside.tokens, beside.positions = 95, 100
+    result = summary(beside)
+    assert result["loop_tokens_per_second"] == pytest.approx(200)
+    assert result["step_tokens_per_second"] == pytest.approx(250)
+    assert result["ratio"] == pytest.approx(0.8)
+    assert result["padding"] == pytest.approx(0.05)
+
+
+@pytest.mark.slow
+def test_the_benchmark_measures_steps_memory_and_the_loop(tmp_path, capsys, monkeypatch):
+    files = {}
+    for side, letters in (("source", "abcdefgh"), ("target", "hgfedcba")):
+        files[side] = tmp_path / side
+        files[side].write_text("".join(f"{' '.join(letters[: 1 + row % 8])}\n" for row in range(400)))
+    flags = ["--sizes=tiny", "--vocab_sizes=60", "--modes=none", "--precisions=fp32", "--batch_tokens=64"]
+    flags += ["--batches=2", "--rounds=2", "--loop_updates=6", f"--output_dir={tmp_path / 'out'}"]
+    flags += [f"--train_{side}={file}" for side, file in files.items()]
+    assert main(["train", *flags]) == 0
+    report = json.loads((tmp_path / "out" / "train.json").read_text())
+    rows = {row["system"]: row for row in report["steps"]}
+    assert list(rows) == ["ours, none", "MarianMT", "MarianMT, eager", "nn.Transformer"]
+    reference = max(list(rows)[1:3], key=lambda name: rows[name]["target_tokens_per_second"])
+    assert rows[reference]["ratio"] == rows[reference]["memory_ratio"] == 1
+    assert {row["reference"] for row in rows.values()} == {reference}
+    for row in rows.values():
+        flops = train_speed.useful_flops(step_speed.SIZES["tiny"], 60)
+        assert row["share"] * row["matrix_gflops"] * 1e9 == pytest.approx(row["target_tokens_per_second"] * flops)
+        assert 0 < row["share"] < 1
+        assert row["lowest_ratio"] <= row["ratio"] <= row["highest_ratio"]
+        assert 10**8 < row["peak_memory_bytes"] < 10**10
+    (loop,) = report["loop"]
+    assert 0.1 < loop["ratio"] < 1.5
+    assert 0 <= loop["padding"] < 0.2
+    assert (tmp_path / "out" / "train.png").read_bytes().startswith(b"\x89PNG")
+    assert "| tiny | fp32 |" in capsys.readouterr().out
