@@ -25,9 +25,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from .dropout import dropout
+
 
 def scaled_dot_product_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, dropout: float = 0.0
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, dropout_rate: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """Attention(Q, K, V) = softmax(Q K^T / sqrt(d_k)) V (section 3.2.1, equation 1).
 
@@ -38,10 +40,10 @@ def scaled_dot_product_attention(
         query: `(batch, num_heads, query_length, d_k)`.
         key: `(batch, num_heads, key_length, d_k)`.
         value: `(batch, num_heads, key_length, d_k)`.
-        mask: Boolean, broadcastable to `(batch, num_heads, query_length, key_length)`; True may be attended to. A query
-            that may attend to nothing gets zeros, so that an empty sentence in a batch yields no NaN, forward or
-            backward.
-        dropout: Probability of dropping an attention weight.
+        mask: Broadcastable to `(batch, num_heads, query_length, key_length)`: True where a query may attend, or what is
+            added to the scores, 0 where it may and else the lowest finite number. A query that may attend to nothing
+            gets zeros, so that an empty sentence in a batch yields no NaN, forward or backward.
+        dropout_rate: Probability of dropping an attention weight.
 
     Returns:
         The output `(batch, num_heads, query_length, d_k)` and the weights after dropout `(batch, num_heads,
@@ -49,13 +51,31 @@ def scaled_dot_product_attention(
     """
     scores = query @ key.transpose(-2, -1) / math.sqrt(query.size(-1))
     if mask is not None:
-        # The lowest finite number and not -inf: a row of -inf would be 0/0 in the softmax, and NaN in its gradient.
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    weights = scores.softmax(dim=-1)
-    if mask is not None:
-        weights = weights.masked_fill(~mask, 0.0)
-    weights = nn.functional.dropout(weights, p=dropout)
+        if mask.dtype == torch.bool:
+            lowest = torch.finfo(scores.dtype).min
+            mask = torch.zeros_like(mask, dtype=scores.dtype).masked_fill(~mask, lowest)
+        scores = scores + mask
+    weights = softmax(scores)
+    weights = dropout(weights, dropout_rate)
     return weights @ value, weights
+
+
+VECTOR_BYTES = 64
+"""Of the longest registers of a CPU."""
+
+
+def softmax(scores: Tensor) -> Tensor:
+    """The softmax over the last dimension, and zeros for a row of nothing but the lowest finite numbers.
+
+    A further column takes the whole weight of such a row: its score is below all real ones, and above the lowest
+    number. (With -inf in the place of that, the row would be 0/0, and NaN in its gradient.) On a CPU there are enough
+    further columns to fill a vector register: for shorter rows PyTorch's softmax takes ten times as long.
+    """
+    length = scores.size(-1)
+    lanes = VECTOR_BYTES // scores.element_size() if scores.device.type == "cpu" else 1
+    further = lanes - length % lanes
+    padded = nn.functional.pad(scores, (0, further), value=torch.finfo(scores.dtype).min / 2)
+    return padded.softmax(dim=-1)[..., :length]
 
 
 class FeedForward(nn.Module):
@@ -85,7 +105,7 @@ class FeedForward(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Map `(batch, length, d_model)` to the same shape."""
         inner = self.activation(self.fc1(hidden_states))  # (batch, length, d_ff)
-        inner = nn.functional.dropout(inner, p=self.dropout, training=self.training)
+        inner = dropout(inner, self.dropout, training=self.training)
         output: Tensor = self.fc2(inner)
         return output
 

@@ -7,6 +7,7 @@ cache, and each chunk leaves its share of the gradient behind at once: three mat
 plain computation needs, and nothing is computed twice.
 """
 
+import itertools
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 # Elements of the logits in one chunk. On a CPU a chunk should stay in the second- or third-level cache, on a GPU it
 # should fill the device.
-CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**26}
+CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**26}
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
@@ -68,7 +69,13 @@ def projected_cross_entropy_sum(
 class _ProjectedCrossEntropySum(torch.autograd.Function):
     """The chunked sum; its forward also computes the gradients, which its backward only scales.
 
-    The matrix products run in `dtype`; the softmax and the sums over chunks in float32 or better.
+    With z the logits of a target y, the loss is log sum_v exp(z_v) - (1 - eps) z_y - eps mean_v z_v, and its gradient
+    by z is softmax(z) - (1 - eps) onehot(y) - eps / V. The terms after the first are linear in z, so that they need no
+    logits: their sums and gradients come from the rows of the weight that belong to the targets, and from its mean
+    row. Over the vocabulary there is only the softmax, unnormalised: whatever has a row for each target is divided by
+    the sum in its place.
+
+    The matrix products run in `dtype`; the sums in float32 or better.
     """
 
     @staticmethod
@@ -87,36 +94,18 @@ class _ProjectedCrossEntropySum(torch.autograd.Function):
         `with_gradients` says whether there will be a backward: in here autograd is always off, and
         `ctx.needs_input_grad` goes by the tensors alone.
         """
-        device, sum_dtype = hidden_states.device.type, torch.promote_types(dtype, torch.float32)
-        needs_hidden, needs_weight, needs_bias = (with_gradients and needed for needed in ctx.needs_input_grad[:3])
-        grad_hidden = torch.empty_like(hidden_states) if needs_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if needs_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=sum_dtype) if bias is not None and needs_bias else None
-        loss = hidden_states.new_zeros((), dtype=sum_dtype)
-        rows = max(1, CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["cuda"]) // weight.size(0))
-        with torch.autocast(device, enabled=False):
-            projection = weight.to(dtype)
-            for start in range(0, targets.size(0), rows):
-                chunk = slice(start, start + rows)
-                hidden = hidden_states[chunk].to(dtype)
-                logits = (hidden @ projection.t()).to(sum_dtype)  # (rows, vocab_size)
-                if bias is not None:
-                    logits += bias
-                chunk_loss, gradient = _loss_and_gradient(logits, targets[chunk], label_smoothing)
-                loss += chunk_loss
-                if grad_bias is not None:
-                    grad_bias += gradient.sum(dim=0)
-                gradient = gradient.to(dtype)
-                if grad_hidden is not None:
-                    grad_hidden[chunk] = gradient @ projection
-                if grad_weight is not None:
-                    grad_weight += gradient.t() @ hidden
+        needed = [with_gradients and needs for needs in ctx.needs_input_grad[:3]]
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            loss, gradients = _softmax_part(hidden_states, weight, bias, dtype, needed)
+            loss -= _linear_part(hidden_states, weight, bias, targets, label_smoothing, gradients)
         # Autograd wants each gradient in its tensor's own precision.
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight.dtype)
-        if grad_bias is not None and bias is not None:
-            grad_bias = grad_bias.to(bias.dtype)
-        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+        leaves = (hidden_states, weight, bias)
+        ctx.save_for_backward(
+            *(
+                None if g is None or leaf is None else g.to(leaf.dtype)
+                for g, leaf in zip(gradients, leaves, strict=True)
+            )
+        )
         return loss
 
     @staticmethod
@@ -128,14 +117,76 @@ class _ProjectedCrossEntropySum(torch.autograd.Function):
         return (*gradients, None, None, None, None)
 
 
-def _loss_and_gradient(logits: Tensor, targets: Tensor, label_smoothing: float) -> tuple[Tensor, Tensor]:
-    """The summed loss of one chunk and its gradient by the logits, softmax - (1 - eps) onehot(y) - eps / V."""
-    log_probs, targets = logits.log_softmax(dim=-1), targets.unsqueeze(1)
-    loss = (label_smoothing - 1) * log_probs.gather(1, targets).sum()
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""By the hidden states, the weight and the bias; None where it is not needed."""
+
+
+def _softmax_part(
+    hidden_states: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, needed: list[bool]
+) -> tuple[Tensor, Gradients]:
+    """The sum over targets of log sum_v exp(z_v), and its gradients, in chunks of the logits."""
+    device, sum_dtype = hidden_states.device.type, torch.promote_types(dtype, torch.float32)
+    grad_hidden = hidden_states.new_empty(hidden_states.shape, dtype=sum_dtype) if needed[0] else None
+    grad_weight = weight.new_zeros(weight.shape, dtype=sum_dtype) if needed[1] else None
+    grad_bias = weight.new_zeros(weight.size(0), dtype=sum_dtype) if needed[2] else None
+    loss = hidden_states.new_zeros((), dtype=sum_dtype)
+    rows = max(1, CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["cuda"]) // weight.size(0))
+    projection = weight.to(dtype)
+    buffer = projection.new_empty(min(rows, len(hidden_states)), weight.size(0))  # memory that is new has to be cleared
+    for hidden, grad_chunk in zip(
+        hidden_states.to(dtype).split(rows),
+        itertools.repeat(None) if grad_hidden is None else grad_hidden.split(rows),
+        strict=False,
+    ):
+        logits = torch.mm(hidden, projection.t(), out=buffer[: len(hidden)])  # (rows, vocab_size)
+        if bias is not None:
+            logits += bias.to(dtype)
+        highest = logits.amax(dim=-1, keepdim=True)
+        exponentials = logits.sub_(highest).exp_()
+        total = exponentials.sum(dim=-1, keepdim=True, dtype=sum_dtype)
+        loss += (highest.to(sum_dtype) + total.log()).sum()
+        if dtype == torch.float16:  # sums over the vocabulary might leave its range
+            exponentials /= total
+            total = torch.ones_like(total)
+        if grad_chunk is not None:
+            torch.div(exponentials @ projection, total, out=grad_chunk)
+        if grad_weight is not None:
+            over_total = (hidden / total).to(dtype)
+            if dtype == sum_dtype:
+                grad_weight.addmm_(exponentials.t(), over_total)
+            else:
+                grad_weight += exponentials.t() @ over_total
+        if grad_bias is not None:
+            grad_bias += (exponentials / total).sum(dim=0)
+    return loss, (grad_hidden, grad_weight, grad_bias)
+
+
+def _linear_part(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    label_smoothing: float,
+    gradients: Gradients,
+) -> Tensor:
+    """The sum over targets of (1 - eps) z_y + eps mean_v z_v; its gradients are taken from `gradients`."""
+    grad_hidden, grad_weight, grad_bias = gradients
+    certain, sum_dtype = 1 - label_smoothing, torch.promote_types(hidden_states.dtype, torch.float32)
+    hidden_states = hidden_states.to(sum_dtype)
+    # The row of the weight whose product with the hidden state is the linear part.
+    mixed = certain * weight[targets].to(sum_dtype)
     if label_smoothing:
-        loss -= label_smoothing * log_probs.mean(dim=-1).sum()
-    gradient = log_probs.exp_()
-    if label_smoothing:
-        gradient -= label_smoothing / logits.size(-1)
-    gradient.scatter_add_(1, targets, gradient.new_full((1, 1), label_smoothing - 1).expand_as(targets))
-    return loss, gradient
+        mixed += label_smoothing * weight.mean(dim=0, dtype=sum_dtype)
+    total = (hidden_states * mixed).sum()
+    counts = targets.bincount(minlength=weight.size(0)).to(sum_dtype) if bias is not None else None
+    if bias is not None and counts is not None:
+        total += certain * (counts @ bias.to(sum_dtype)) + label_smoothing * len(targets) * bias.mean(dtype=sum_dtype)
+    if grad_hidden is not None:
+        grad_hidden -= mixed
+    if grad_weight is not None:
+        grad_weight.index_add_(0, targets, hidden_states.to(grad_weight.dtype), alpha=-certain)
+        if label_smoothing:
+            grad_weight -= hidden_states.sum(dim=0) * (label_smoothing / weight.size(0))
+    if grad_bias is not None and counts is not None:
+        grad_bias -= certain * counts + label_smoothing * len(targets) / weight.size(0)
+    return total

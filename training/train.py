@@ -40,7 +40,7 @@ from training.evaluation import Evaluator, TranslationMetric, never, spaced_rows
 from training.launching import start_accelerator, start_logging
 from training.lines import as_line
 from training.loop import TrainingLoop
-from training.memory import peak_memory, reset_peak_memory
+from training.memory import peak_memory, reset_peak_memory, return_large_blocks
 from training.objective import TrainingDivergedError
 from training.ranks import OtherRankFailedError, Ranks, StopRequest
 from training.run_log import RunLog
@@ -184,6 +184,10 @@ def prepare(
     check_validation(evaluators, recipe)
     initial_weights = None if checkpoints else recipe.initial_weights
     model = build_model(model_arguments, data_arguments, recipe, tokenizer, initial_weights)
+    if accelerator.device.type == "cpu":
+        if model_arguments.attn_implementation is None:
+            model.set_attn_implementation("eager")  # faster than sdpa for sentences, in bfloat16 several times
+        return_large_blocks(4 * recipe.batch_tokens * model.config.d_model)
     if initialise is not None:
         initialise(model)  # before the loop, which loads the newest checkpoint over it
     loop = TrainingLoop(
