@@ -12,7 +12,7 @@ al., 2020) or the attention or the feed-forward networks alone: a module is stor
 import copy
 import math
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from types import SimpleNamespace
 from typing import Any, TypedDict, Unpack
 
@@ -45,8 +45,12 @@ from transformers.utils.import_utils import is_torchdynamo_compiling
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .configuration_vanilla_trm import VanillaTrmConfig
+from .decoding import BeamSearchOptions, Hypothesis, SamplingOptions
+from .dropout import Dropout
+from .generation import search
 from .layers import FeedForward, SinusoidalPositions, embedding_scale, scaled_dot_product_attention, shift_right
 from .loss import cross_entropy_sum, projected_cross_entropy_sum
+from .projections import is_plain
 
 
 def eager_attention_forward(
@@ -65,8 +69,8 @@ def eager_attention_forward(
         query: `(batch, num_heads, query_length, d_k)`.
         key: `(batch, num_heads, key_length, d_k)`.
         value: `(batch, num_heads, key_length, d_k)`.
-        attention_mask: transformers' mask for eager attention, additive, or a boolean one. Here, and only here, it
-            becomes "True may attend".
+        attention_mask: transformers' mask for eager attention, which is added to the scores, or a boolean one, where
+            True may attend.
         dropout: Dropout on the weights.
         **kwargs: What other implementations take.
 
@@ -74,8 +78,6 @@ def eager_attention_forward(
         The output `(batch, query_length, num_heads, d_k)` and the weights `(batch, num_heads, query_length,
         key_length)`.
     """
-    if attention_mask is not None and attention_mask.dtype != torch.bool:
-        attention_mask = attention_mask == 0
     output, weights = scaled_dot_product_attention(query, key, value, attention_mask, dropout)
     return output.transpose(1, 2).contiguous(), weights
 
@@ -109,24 +111,28 @@ class VanillaTrmAttention(nn.Module):
         """`(batch, length, d_model)` to `(batch, num_heads, length, d_k)`."""
         return projected.view(*projected.shape[:-1], -1, self.d_k).transpose(1, 2)
 
-    def _keys_and_values(
+    def _queries_keys_values(
         self, hidden_states: Tensor, encoder_hidden_states: Tensor | None, cache: EncoderDecoderCache | None, depth: int
-    ) -> tuple[Tensor, Tensor]:
-        """Keys and values, each `(batch, num_heads, key_length, d_k)`; those of the encoder's output are computed once
-        a sentence.
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries `(batch, num_heads, query_length, d_k)`, keys and values `(batch, num_heads, key_length, d_k)`; those
+        of the encoder's output are computed once a sentence.
         """
-        is_cross_attention = encoder_hidden_states is not None
-        if is_cross_attention and cache is not None and cache.is_updated.get(depth):
+        if encoder_hidden_states is None:
+            query, key, value = (
+                self._split_heads(projection(hidden_states)) for projection in (self.q_proj, self.k_proj, self.v_proj)
+            )
+            if cache is not None:
+                key, value = cache.self_attention_cache.update(key, value, depth)
+            return query, key, value
+        query = self._split_heads(self.q_proj(hidden_states))
+        if cache is not None and cache.is_updated.get(depth):
             layer: Any = cache.cross_attention_cache.layers[depth]
-            return layer.keys, layer.values
-        attended = hidden_states if encoder_hidden_states is None else encoder_hidden_states
-        key, value = self._split_heads(self.k_proj(attended)), self._split_heads(self.v_proj(attended))
+            return query, layer.keys, layer.values
+        key, value = (self._split_heads(projection(encoder_hidden_states)) for projection in (self.k_proj, self.v_proj))
         if cache is not None:
-            own_cache = cache.cross_attention_cache if is_cross_attention else cache.self_attention_cache
-            key, value = own_cache.update(key, value, depth)
-            if is_cross_attention:
-                cache.is_updated[depth] = True
-        return key, value
+            key, value = cache.cross_attention_cache.update(key, value, depth)
+            cache.is_updated[depth] = True
+        return query, key, value
 
     def forward(
         self,
@@ -151,8 +157,7 @@ class VanillaTrmAttention(nn.Module):
         Returns:
             The output `(batch, query_length, d_model)`, and the attention weights where the implementation gives them.
         """
-        query = self._split_heads(self.q_proj(hidden_states))  # (batch, num_heads, query_length, d_k)
-        key, value = self._keys_and_values(hidden_states, encoder_hidden_states, cache, depth)
+        query, key, value = self._queries_keys_values(hidden_states, encoder_hidden_states, cache, depth)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         dropout = self.dropout if self.training else 0.0
         heads, weights = attend(
@@ -209,7 +214,7 @@ class VanillaTrmEncoderLayer(GradientCheckpointingLayer):
         if "feed_forward" not in borrows:
             self.feed_forward = _feed_forward(config)
         self.feed_forward_layer_norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def forward(
         self,
@@ -251,7 +256,7 @@ class VanillaTrmDecoderLayer(GradientCheckpointingLayer):
         if "feed_forward" not in borrows:
             self.feed_forward = _feed_forward(config)
         self.feed_forward_layer_norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def forward(
         self,
@@ -489,7 +494,7 @@ class VanillaTrmStack(VanillaTrmPreTrainedModel):
         self.embed_tokens = nn.Embedding(vocab_size, config.embedding_width)
         self.embed_projection = _projection(config.embedding_width, config.d_model)
         self.embed_positions = SinusoidalPositions(config.max_position_embeddings, config.d_model)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         # Kept here, for the config may be set to something else afterwards.
         uses = [config.unique_layer_at(depth, num_layers) for depth in range(num_layers)]
         self.shares_layers = config.parameter_sharing == "all"
@@ -849,6 +854,37 @@ class VanillaTrmForConditionalGeneration(VanillaTrmPreTrainedModel, GenerationMi
         mixin: Any = super()
         mixin._prepare_special_tokens(generation_config, *args, **kwargs)
 
+    def search(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        options: BeamSearchOptions | SamplingOptions | None = None,
+        *,
+        prefixes: Sequence[Sequence[int]] | None = None,
+        ensemble: Sequence[Any] = (),
+        generator: torch.Generator | None = None,
+    ) -> list[list[Hypothesis]]:
+        """Translate by the paper's beam search (section 6.1), or by sampling, several times faster than `generate`.
+
+        Args:
+            input_ids: `(batch, source_length)`. Source tokens.
+            attention_mask: `(batch, source_length)`. 1 for tokens, 0 for padding; all are tokens where it is None.
+            options: How to search or to draw; by default the paper's beam of 4 with alpha 0.6.
+            prefixes: For each source the tokens with which its translation must begin.
+            ensemble: Further models with the same vocabularies; the mean of all probabilities is what is searched.
+            generator: Draws samples.
+
+        Returns:
+            For each source its hypotheses: the best first, or as they were drawn.
+
+        Raises:
+            ValueError: A model is in training mode or has another vocabulary, the config lacks a start or EOS token, or
+                the outputs are not finite.
+        """
+        options = BeamSearchOptions() if options is None else options
+        models = (self, *ensemble)
+        return search(models, input_ids, attention_mask, options, prefixes=prefixes, generator=generator)
+
     @can_return_tuple
     @deprecate_kwarg("past_key_values", version="5.40.0", new_name="cache")
     def forward(
@@ -923,14 +959,8 @@ class VanillaTrmForConditionalGeneration(VanillaTrmPreTrainedModel, GenerationMi
         )
 
     def _can_chunk_loss(self) -> bool:
-        """Whether the projection's weight may be used outside of its module: not while compiling, sharded, offloaded or
-        wrapped by an adapter.
-        """
-        if type(self.lm_head) is not nn.Linear or hasattr(self.lm_head, "_hf_hook") or is_torchdynamo_compiling():
-            return False
-        weight = self.lm_head.weight
-        is_whole = weight.shape == (self.lm_head.out_features, self.lm_head.in_features)
-        return is_whole and type(weight) is nn.Parameter and weight.device.type != "meta"
+        """Whether the projection's weight may be used outside of its module, and there is no compiler to do better."""
+        return is_plain(self.lm_head) and not is_torchdynamo_compiling()
 
     def _loss(
         self,
@@ -1028,7 +1058,7 @@ class VanillaTrmForSequenceClassification(VanillaTrmPreTrainedModel):
         config = config_for(config, is_encoder_decoder=False)
         super().__init__(config)
         self.model = VanillaTrmEncoderModel(config)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         num_labels: Any = config.num_labels  # never None in a constructed config
         self.classifier = nn.Linear(config.d_model, num_labels)
         self.post_init()

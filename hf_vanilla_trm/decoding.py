@@ -1,0 +1,421 @@
+"""Decoding: the paper's beam search (section 6.1), greedy search and sampling, for a batch of sources at a time.
+
+A search knows nothing of models: it asks for the log-probabilities of the next token, and says which beams go on.
+`incremental.py` has the decoder that answers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+NEVER = float("-inf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodingOptions:
+    """What searching and sampling have in common. Lengths count the tokens behind the start token, EOS included.
+
+    Attributes:
+        max_length_a: A translation of n source tokens has at most `max_length_a * n + max_length_b` tokens.
+        max_length_b: See above; the paper's cap is n + 50.
+        max_length: A cap for every translation, whatever its source; None has none.
+        min_length: Least number of tokens before EOS.
+        num_hypotheses: How many to return for each source.
+        no_repeat_ngram_size: No hypothesis has the same n tokens in a row twice; 0 allows it.
+
+    Raises:
+        ValueError: A number is out of its range.
+    """
+
+    max_length_a: float = 1.0
+    max_length_b: int = 50
+    max_length: int | None = None
+    min_length: int = 0
+    num_hypotheses: int = 1
+    no_repeat_ngram_size: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_length_a", 0), ("min_length", 0), ("num_hypotheses", 1), ("no_repeat_ngram_size", 0)):
+            if not getattr(self, name) >= least:
+                raise ValueError(f"{name} ({getattr(self, name)}) must be at least {least}")
+
+    @property
+    def num_beams(self) -> int:
+        """Hypotheses that are followed at once."""
+        return self.num_hypotheses
+
+    def cap_of(self, source_length: int) -> int:
+        """The most tokens of a translation of so many source tokens, EOS included in both; at least one."""
+        cap = int(self.max_length_a * source_length + self.max_length_b)
+        return max(1, cap if self.max_length is None else min(cap, self.max_length))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeamSearchOptions(DecodingOptions):
+    """How to search.
+
+    Attributes:
+        num_beams: Hypotheses that are followed at once; 1 is greedy search. The paper's is 4.
+        alpha: Strength of the length penalty ((5 + length) / 6)^alpha, by which a log-probability is divided (Wu et
+            al., 2016, equation 14). The paper's is 0.6; 0 is none.
+
+    Raises:
+        ValueError: A number is out of its range.
+    """
+
+    num_beams: int = 4
+    alpha: float = 0.6
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.num_beams >= self.num_hypotheses:
+            raise ValueError(f"num_beams ({self.num_beams}) must be at least num_hypotheses ({self.num_hypotheses})")
+        if not self.alpha >= 0:
+            raise ValueError(f"alpha ({self.alpha}) must be at least 0: else no search could know when to end")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions(DecodingOptions):
+    """How to draw translations; each of a source's hypotheses is drawn by itself.
+
+    Attributes:
+        temperature: Log-probabilities are divided by it: below 1 the likely becomes likelier.
+        top_k: Draw from the k likeliest tokens only; 0 draws from all.
+        top_p: Draw from the likeliest tokens only that together have this probability.
+
+    Raises:
+        ValueError: A number is out of its range.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.temperature > 0:
+            raise ValueError(f"temperature ({self.temperature}) must be more than 0")
+        if not self.top_k >= 0:
+            raise ValueError(f"top_k ({self.top_k}) must be at least 0")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p ({self.top_p}) must be more than 0 and at most 1")
+
+
+class Hypothesis(NamedTuple):
+    """A translation found.
+
+    Attributes:
+        tokens: Behind the start token, EOS included; a translation that was ended by its cap has none.
+        score: The sum of `token_log_probs`, over the length penalty where there is one.
+        token_log_probs: Of each token, given those before it.
+    """
+
+    tokens: list[int]
+    score: float
+    token_log_probs: list[float]
+
+
+def length_penalty(length: float, alpha: float) -> float:
+    """((5 + length) / 6)^alpha (Wu et al., 2016, equation 14)."""
+    return float(((5 + length) / 6) ** alpha)
+
+
+class StepModel(Protocol):
+    """What a search needs of a model: a batch of sentences, each with as many beams."""
+
+    def next_log_probs(self, tokens: Tensor) -> Tensor:
+        """Log-probabilities `(batch, num_beams, vocab_size)` of what follows the newest tokens `(batch, num_beams)`."""
+
+    def reorder(self, parents: Tensor) -> None:
+        """Go on with other beams: `parents` `(batch, num_beams)` says which of the old beams each new one extends."""
+
+    def keep(self, sentences: Tensor) -> None:
+        """Go on with some of the sentences, `(remaining,)` indices in the batch."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to decode.
+
+    Attributes:
+        source_lengths: Tokens of each source, EOS included.
+        start_token_id: The decoder's first input.
+        eos_token_id: Ends a hypothesis.
+        prefixes: Tokens with which the translation of each source must begin; they count in scores and lengths.
+        device: Where the model's log-probabilities are.
+    """
+
+    source_lengths: Sequence[int]
+    start_token_id: int
+    eos_token_id: int
+    prefixes: Sequence[Sequence[int]] | None = None
+    device: torch.device | str = "cpu"
+
+
+def beam_search(model: StepModel, task: Task, options: BeamSearchOptions) -> list[list[Hypothesis]]:
+    """The best hypotheses of every source, best first.
+
+    At every step the `num_beams` best continuations of all beams are looked at. Those that end, with EOS or at the
+    source's cap, become hypotheses; the best `num_beams` of those without EOS go on. A source is done when no beam can
+    still come to a better score than the hypotheses to be returned: a log-probability can only fall, so that dividing
+    it by the penalty of the cap, the largest, gives a bound. What is returned is therefore what a search would return
+    that went on to the cap. With one beam, a source is done at its first hypothesis.
+
+    Raises:
+        ValueError: The model's log-probabilities are not numbers, or no token is allowed.
+    """
+    return _run(model, _BeamSearch(task, options))
+
+
+def sample(
+    model: StepModel, task: Task, options: SamplingOptions, generator: torch.Generator | None = None
+) -> list[list[Hypothesis]]:
+    """Hypotheses drawn from the model for every source, in the order in which they were drawn.
+
+    Their log-probabilities are the model's, whatever temperature and limits they were drawn with.
+
+    Args:
+        model: Knows the sources.
+        task: What to decode.
+        options: How to draw.
+        generator: Draws; PyTorch's own by default.
+
+    Raises:
+        ValueError: The model's log-probabilities are not numbers, or no token is allowed.
+    """
+    return _run(model, _Sampling(task, options, generator))
+
+
+@torch.inference_mode()
+def _run(model: StepModel, search: "_Search") -> list[list[Hypothesis]]:
+    while True:
+        parents, done = search.step(model.next_log_probs(search.tokens))
+        if done.any():
+            remaining = (~done).nonzero().flatten()
+            search.keep(remaining)
+            if not search.sources:
+                return search.results
+            model.keep(remaining)
+            parents = parents[remaining]
+        model.reorder(parents)
+
+
+class _Search:
+    """What searching and sampling keep of their beams; tensors have a row for each source that is not done.
+
+    Attributes:
+        sources: Their places in the batch that was given.
+        tokens: The newest token of each beam, `(batch, num_beams)`.
+        history: All of its tokens, `(batch, num_beams, length)`.
+        token_log_probs: Of these, `(batch, num_beams, length)`.
+        caps: `(batch,)`.
+        length: Steps made.
+        results: Hypotheses found so far for every source that was given.
+    """
+
+    rows: tuple[str, ...] = ("tokens", "history", "token_log_probs", "caps")
+    """Names of the tensors."""
+
+    def __init__(self, task: Task, options: DecodingOptions) -> None:
+        self.task, self.options = task, options
+        batch, beams = len(task.source_lengths), options.num_beams
+        self.sources = list(range(batch))
+        self.results: list[list[Hypothesis]] = [[] for _ in range(batch)]
+        self.length = 0
+        like = torch.zeros((batch, beams, 0), device=task.device)
+        self.caps = like.new_tensor([options.cap_of(length) for length in task.source_lengths])
+        self.tokens = like.new_full((batch, beams), task.start_token_id, dtype=torch.int64)
+        self.history, self.token_log_probs = like.to(torch.int64), like
+
+    def step(self, log_probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Extend the beams by one token.
+
+        Args:
+            log_probs: `(batch, num_beams, vocab_size)`.
+
+        Returns:
+            Which of the old beams each beam extends, `(batch, num_beams)`, and which sources are done, `(batch,)`.
+        """
+        raise NotImplementedError
+
+    def keep(self, remaining: Tensor) -> None:
+        """Go on with some of the sources, `(remaining,)` indices in the batch."""
+        self.sources = [self.sources[place] for place in remaining.tolist()]
+        for name in self.rows:
+            setattr(self, name, getattr(self, name)[remaining])
+
+    def extended(self, log_probs: Tensor, parents: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
+        """History and log-probabilities of the beams `parents` `(batch, number)` with one more token each, `words`."""
+        history = torch.cat((_of_beams(self.history, parents), words.unsqueeze(-1)), dim=-1)
+        new = log_probs.flatten(1).gather(1, parents * log_probs.size(-1) + words).unsqueeze(-1)
+        return history, torch.cat((_of_beams(self.token_log_probs, parents).to(new.dtype), new), dim=-1)
+
+    def allowed(self, log_probs: Tensor) -> Tensor:
+        """Log-probabilities with -inf for what options and prefixes forbid at this step."""
+        if self.length <= self.options.min_length:
+            eos = torch.tensor([self.task.eos_token_id], device=log_probs.device)
+            log_probs = log_probs.index_fill(-1, eos, NEVER)
+        if self.options.no_repeat_ngram_size:
+            log_probs = without_repeated_ngrams(log_probs, self.history, self.options.no_repeat_ngram_size)
+        prefixes, place = self.task.prefixes or (), self.length - 1
+        for row, source in enumerate(self.sources if prefixes else ()):
+            if place < len(prefixes[source]):
+                word = prefixes[source][place]
+                only = torch.full_like(log_probs[row], NEVER)
+                only[:, word] = log_probs[row, :, word]
+                log_probs = log_probs.index_copy(0, torch.tensor([row], device=log_probs.device), only[None])
+        return log_probs
+
+
+class _BeamSearch(_Search):
+    """The state of `beam_search`.
+
+    Attributes:
+        totals: The log-probability of each beam, `(batch, num_beams)`; -inf where there is none.
+        worst: The score of the last of the hypotheses wanted, `(batch,)`; -inf until there are as many.
+    """
+
+    rows = (*_Search.rows, "totals", "worst", "penalty_at_cap")
+
+    def __init__(self, task: Task, options: BeamSearchOptions) -> None:
+        super().__init__(task, options)
+        self.alpha = options.alpha
+        self.totals = self.token_log_probs.new_full(self.tokens.shape, NEVER)
+        self.totals[:, 0] = 0.0  # all beams are alike at first: one of them is enough
+        self.worst = self.totals.new_full(self.caps.shape, NEVER)
+        penalties = [length_penalty(options.cap_of(length), self.alpha) for length in task.source_lengths]
+        self.penalty_at_cap = self.totals.new_tensor(penalties)
+
+    def step(self, log_probs: Tensor) -> tuple[Tensor, Tensor]:
+        """See `_Search.step`."""
+        beams = self.options.num_beams
+        self.length += 1
+        values, parents, words = best_continuations(self.totals.to(log_probs.dtype), self.allowed(log_probs), 2 * beams)
+        _check(values[:, 0] > NEVER)
+        history, token_log_probs = self.extended(log_probs, parents, words)
+        at_cap, is_eos = self.caps <= self.length, words == self.task.eos_token_id
+        ended = (is_eos | at_cap.unsqueeze(1))[:, :beams] & (values[:, :beams] > NEVER)
+        self._collect(ended, values, history, token_log_probs)
+        # Among twice as many as there are beams, no more than one for each beam ends with EOS.
+        self.totals, going_on = values.masked_fill(is_eos, NEVER).topk(beams, dim=1)
+        self.tokens = words.gather(1, going_on)
+        self.history, self.token_log_probs = _of_beams(history, going_on), _of_beams(token_log_probs, going_on)
+        done = at_cap | (self.worst >= self.totals[:, 0] / self.penalty_at_cap)
+        if beams == 1:
+            done |= self.worst > NEVER
+        return parents.gather(1, going_on), done
+
+    def _collect(self, ended: Tensor, values: Tensor, history: Tensor, token_log_probs: Tensor) -> None:
+        """Take up the continuations that are marked in `ended` `(batch, num_beams)`."""
+        penalty, wanted = length_penalty(self.length, self.alpha), self.options.num_hypotheses
+        for row, place in ended.nonzero().tolist():
+            results = self.results[self.sources[row]]
+            score = float(values[row, place]) / penalty
+            if len(results) == wanted and score <= results[-1].score:
+                continue
+            results.append(Hypothesis(history[row, place].tolist(), score, token_log_probs[row, place].tolist()))
+            results.sort(key=lambda hypothesis: -hypothesis.score)  # stable: of equals, the first stays first
+            del results[wanted:]
+            if len(results) == wanted:
+                self.worst[row] = results[-1].score
+
+
+class _Sampling(_Search):
+    """The state of `sample`.
+
+    Attributes:
+        ended: Which hypotheses have, `(batch, num_hypotheses)`; they wait for the source's others.
+    """
+
+    rows = (*_Search.rows, "ended", "lengths")
+
+    def __init__(self, task: Task, options: SamplingOptions, generator: torch.Generator | None) -> None:
+        super().__init__(task, options)
+        self.limits, self.generator = options, generator
+        self.ended = torch.zeros_like(self.tokens, dtype=torch.bool)
+        self.lengths = torch.zeros_like(self.tokens)
+
+    def step(self, log_probs: Tensor) -> tuple[Tensor, Tensor]:
+        """See `_Search.step`."""
+        self.length += 1
+        probabilities = limited(self.allowed(log_probs), self.limits).softmax(dim=-1)
+        _check(probabilities.isfinite().all(dim=-1))
+        words = torch.multinomial(probabilities.flatten(0, 1), 1, generator=self.generator).view(self.tokens.shape)
+        parents = torch.arange(words.size(1), device=words.device).expand_as(words)
+        self.history, self.token_log_probs = self.extended(log_probs, parents, words)
+        self.lengths = torch.where(self.ended, self.lengths, self.length)
+        self.ended = self.ended | (words == self.task.eos_token_id) | (self.caps <= self.length).unsqueeze(1)
+        self.tokens = words
+        done = self.ended.all(dim=1)
+        for row in done.nonzero().flatten().tolist():
+            for place, length in enumerate(self.lengths[row].tolist()):
+                log_probs_of = self.token_log_probs[row, place, :length].tolist()
+                hypothesis = Hypothesis(self.history[row, place, :length].tolist(), sum(log_probs_of), log_probs_of)
+                self.results[self.sources[row]].append(hypothesis)
+        return parents, done
+
+
+def limited(log_probs: Tensor, options: SamplingOptions) -> Tensor:
+    """Log-probabilities `(..., vocab_size)`, no longer normalised, at a temperature, with -inf outside of top-k and
+    top-p.
+    """
+    log_probs = log_probs / options.temperature
+    if options.top_k:
+        least = log_probs.topk(min(options.top_k, log_probs.size(-1)), dim=-1).values[..., -1:]
+        log_probs = log_probs.masked_fill(log_probs < least, NEVER)
+    if options.top_p < 1:
+        probabilities, order = log_probs.softmax(dim=-1).sort(dim=-1, descending=True)
+        enough_before = probabilities.cumsum(dim=-1) - probabilities >= options.top_p
+        log_probs = log_probs.masked_fill(enough_before.scatter(-1, order, enough_before), NEVER)
+    return log_probs
+
+
+def best_continuations(totals: Tensor, log_probs: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The best continuations of all beams of each source, best first.
+
+    Args:
+        totals: Of the beams, `(batch, num_beams)`.
+        log_probs: Of the next token, `(batch, num_beams, vocab_size)`.
+        number: How many are wanted; fewer are returned where there are fewer.
+
+    Returns:
+        Their totals, the beams that they extend, and their tokens, each `(batch, number)`.
+    """
+    of_beam = min(number, log_probs.size(-1))
+    values, words = log_probs.topk(of_beam, dim=-1)  # no beam has more of them among the best
+    values = (values + totals.unsqueeze(-1)).flatten(1)
+    best, index = values.topk(min(number, values.size(1)), dim=1)
+    return best, index // of_beam, words.flatten(1).gather(1, index)
+
+
+def without_repeated_ngrams(log_probs: Tensor, history: Tensor, size: int) -> Tensor:
+    """Log-probabilities with -inf for every token that would complete an n-gram that its beam has already.
+
+    Args:
+        log_probs: `(batch, num_beams, vocab_size)`.
+        history: Tokens of the beams, `(batch, num_beams, length)`.
+        size: The n of the n-grams.
+    """
+    length = history.size(-1)
+    if length < size:
+        return log_probs
+    windows = history.unfold(-1, size, 1)  # (batch, num_beams, length - size + 1, size)
+    newest = history[..., length - size + 1 :].unsqueeze(-2)
+    repeats = (windows[..., :-1] == newest).all(dim=-1)
+    nothing = windows.new_full((), log_probs.size(-1))
+    forbidden = torch.where(repeats, windows[..., -1], nothing)
+    padded = nn.functional.pad(log_probs, (0, 1))  # an extra column takes the mark where no n-gram repeats
+    return padded.scatter(-1, forbidden, NEVER)[..., :-1]
+
+
+def _of_beams(tensor: Tensor, beams: Tensor) -> Tensor:
+    """`tensor` `(batch, num_beams, length)` for other beams, `(batch, number)`: `(batch, number, length)`."""
+    return tensor.gather(1, beams.unsqueeze(-1).expand(-1, -1, tensor.size(-1)))
+
+
+def _check(usable: Tensor) -> None:
+    if not bool(usable.all()):
+        raise ValueError("no token has a probability: the model's outputs are not finite, or all tokens are forbidden")

@@ -1,0 +1,230 @@
+"""The decoder a token at a time, for all beams of a batch of sentences: what a search asks for log-probabilities.
+
+It computes what `VanillaTrmDecoder` computes with a cache (section 3.1), arranged for speed; see `decoding.py`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .projections import is_plain
+
+Map = Callable[[Tensor], Tensor]
+
+
+def joined(linears: Sequence[nn.Module], scale: float = 1.0) -> Map:
+    """Several linear maps of the same input as one, their outputs side by side; the first output is scaled.
+
+    Args:
+        linears: Modules that take `(..., d_in)` to `(..., d_out)`, all with a bias or none.
+        scale: A factor of the first one's output.
+    """
+    if not all(is_plain(linear) for linear in linears):
+        return lambda inputs: torch.cat(
+            [linear(inputs) * (scale if number == 0 else 1.0) for number, linear in enumerate(linears)], dim=-1
+        )
+
+    def side_by_side(name: str) -> Any:
+        tensors = [getattr(linear, name) for linear in linears]
+        return None if tensors[0] is None else torch.cat([tensors[0] * scale, *tensors[1:]])
+
+    weight, bias = side_by_side("weight"), side_by_side("bias")
+    return lambda inputs: nn.functional.linear(inputs, weight, bias)
+
+
+@dataclass
+class DecoderDepth:
+    """The sub-layers at one depth of the decoder, ready to be called for one token a beam.
+
+    Attributes:
+        self_projection: Queries, scaled, keys and values of self-attention side by side.
+        cross_query: Queries of cross-attention, scaled.
+        parts: The sub-modules at this depth by name.
+        cross: Which of the distinct cross-attentions it is: depths that share one share its keys and values too.
+    """
+
+    self_projection: Map
+    cross_query: Map
+    parts: dict[str, Any]
+    cross: int
+
+
+class IncrementalDecoder:
+    """Answers a search with the log-probabilities of the next token.
+
+    Keys and values have the shape `(batch, num_heads, key_length, d_k)`: of cross-attention one for each source token,
+    of self-attention one for each beam and step. The beams of a sentence attend to both together, as queries
+    `(batch, num_heads, num_beams, d_k)`; `ancestors` says which of the slots hold a beam's own past.
+
+    Args:
+        model: A `VanillaTrmForConditionalGeneration`, in evaluation mode. Its weights are read now.
+        input_ids: `(batch, source_length)`. Source tokens.
+        attention_mask: `(batch, source_length)`. 1 for tokens, 0 for padding; all are tokens where it is None.
+        num_beams: Beams of every sentence.
+        encoder_hidden_states: `(batch, source_length, d_model)`, where they are known already.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None = None,
+        *,
+        num_beams: int,
+        encoder_hidden_states: Tensor | None = None,
+    ) -> None:
+        self.model, self.num_beams = model, num_beams
+        self.decoder: Any = model.get_decoder()
+        if encoder_hidden_states is None:
+            encoder_hidden_states = model.get_encoder()(input_ids=input_ids, attention_mask=attention_mask)[0]
+        assert encoder_hidden_states is not None
+        self.d_k = model.config.d_model // model.config.num_attention_heads
+        self.lowest = torch.finfo(encoder_hidden_states.dtype).min
+        self._prepare_depths()
+        self._attend_to(encoder_hidden_states, attention_mask)
+        self.length = 0
+        self.self_attention: list[Tensor] = []
+        batch = encoder_hidden_states.size(0)
+        self.ancestors = encoder_hidden_states.new_zeros((batch, num_beams, 0))
+        own = torch.full((num_beams, num_beams), self.lowest, dtype=self.ancestors.dtype, device=self.ancestors.device)
+        self.own_slot = own.fill_diagonal_(0.0)
+
+    def _prepare_depths(self) -> None:
+        scale = self.d_k**-0.5
+        self.depths: list[DecoderDepth] = []
+        self.cross_attentions: list[Any] = []
+        for depth in range(self.decoder.num_layers):
+            parts = self.decoder.sublayers_at(depth)
+            own, cross = parts["self_attn"], parts["cross_attn"]
+            if not any(cross is known for known in self.cross_attentions):
+                self.cross_attentions.append(cross)
+            place = next(number for number, known in enumerate(self.cross_attentions) if known is cross)
+            projection = joined([own.q_proj, own.k_proj, own.v_proj], scale)
+            self.depths.append(DecoderDepth(projection, joined([cross.q_proj], scale), parts, place))
+
+    def _attend_to(self, encoder_hidden_states: Tensor, attention_mask: Tensor | None) -> None:
+        """Compute the keys and values of every distinct cross-attention, once."""
+        linears = [linear for cross in self.cross_attentions for linear in (cross.k_proj, cross.v_proj)]
+        batch, length, _ = encoder_hidden_states.shape
+        projected = joined(linears)(encoder_hidden_states).view(batch, length, len(linears), -1, self.d_k)
+        # (2 * cross-attentions, batch, num_heads, source_length, d_k)
+        self.cross = projected.permute(2, 0, 3, 1, 4).contiguous()
+        self.cross_mask: Tensor | None = None
+        if attention_mask is not None and not bool(attention_mask.all()):
+            padding = attention_mask == 0
+            self.cross_mask = torch.zeros_like(padding, dtype=self.cross.dtype).masked_fill(padding, self.lowest)
+            self.cross_mask = self.cross_mask.unsqueeze(1)  # (batch, 1, source_length)
+            # To a source without a token attention gives zeros, as in the model.
+            self.cross[:, padding.all(dim=1)] = 0.0
+
+    def next_log_probs(self, tokens: Tensor) -> Tensor:
+        """Log-probabilities `(batch, num_beams, vocab_size)` of what follows the newest tokens `(batch, num_beams)`."""
+        decoder = self.decoder
+        hidden_states = decoder.embed(tokens, None)
+        position = torch.tensor([self.length], device=hidden_states.device)
+        hidden_states = decoder.add_positions(hidden_states, position, self.length + 1)
+        own_slots = self.own_slot.expand(tokens.size(0), -1, -1)
+        self.ancestors = torch.cat((self.ancestors, own_slots), dim=-1)
+        self.length += 1
+        for depth, layer in enumerate(self.depths):
+            parts = layer.parts
+            attended = parts["self_attn"].out_proj(self._attend_to_past(layer, depth, hidden_states))
+            hidden_states = parts["self_attn_layer_norm"](hidden_states + attended)
+            keys, values = self.cross[2 * layer.cross], self.cross[2 * layer.cross + 1]
+            query = self._heads(layer.cross_query(hidden_states))
+            attended = parts["cross_attn"].out_proj(attention(query, keys, values, self.cross_mask))
+            hidden_states = parts["cross_attn_layer_norm"](hidden_states + attended)
+            hidden_states = parts["feed_forward_layer_norm"](hidden_states + parts["feed_forward"](hidden_states))
+        logits: Tensor = self.model.lm_head(self.model.lm_head_projection(hidden_states))
+        log_probs: Tensor = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
+        return log_probs
+
+    def _heads(self, projected: Tensor) -> Tensor:
+        """`(batch, num_beams, d_model)` to `(batch, num_heads, num_beams, d_k)`."""
+        heads: Tensor = projected.unflatten(-1, (-1, self.d_k)).transpose(1, 2)
+        return heads
+
+    def _attend_to_past(self, layer: DecoderDepth, depth: int, hidden_states: Tensor) -> Tensor:
+        """Self-attention of the newest tokens, whose keys and values it adds to the past: `(batch, num_beams,
+        d_model)`.
+        """
+        projected = layer.self_projection(hidden_states).unflatten(-1, (3, -1, self.d_k))
+        query, key, value = projected.permute(2, 0, 3, 1, 4)  # each (batch, num_heads, num_beams, d_k)
+        end = self.length * self.num_beams
+        if depth == len(self.self_attention):
+            self.self_attention.append(projected.new_empty((2, *key.shape[:2], 16 * self.num_beams, self.d_k)))
+        past = self.self_attention[depth]
+        if end > past.size(3):
+            self.self_attention[depth] = past = torch.cat((past, torch.empty_like(past)), dim=3)
+        past[0, :, :, end - self.num_beams : end] = key
+        past[1, :, :, end - self.num_beams : end] = value
+        mask = self.ancestors if self.num_beams > 1 else None
+        return attention(query, past[0, :, :, :end], past[1, :, :, :end], mask)
+
+    def reorder(self, parents: Tensor) -> None:
+        """Go on with other beams: `parents` `(batch, num_beams)` says which of the old beams each new one extends."""
+        if self.num_beams > 1:
+            index = parents.unsqueeze(-1).expand(-1, -1, self.ancestors.size(-1))
+            self.ancestors = self.ancestors.gather(1, index)
+
+    def keep(self, sentences: Tensor) -> None:
+        """Go on with some of the sentences, `(remaining,)` indices in the batch."""
+        self.ancestors = self.ancestors[sentences]
+        self.cross = self.cross[:, sentences]
+        if self.cross_mask is not None:
+            self.cross_mask = self.cross_mask[sentences]
+        end = self.length * self.num_beams
+        for depth, past in enumerate(self.self_attention):
+            kept = past.new_empty((2, sentences.numel(), *past.shape[2:]))
+            kept[:, :, :, :end] = past[:, sentences, :, :end]
+            self.self_attention[depth] = kept
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """Softmax(Q K^T) V of scaled queries (section 3.2.1), heads side by side.
+
+    Args:
+        query: `(batch, num_heads, num_beams, d_k)`.
+        key: `(batch, num_heads, key_length, d_k)`.
+        value: `(batch, num_heads, key_length, d_k)`.
+        mask: Added to the scores, `(batch, num_beams or 1, key_length)`.
+
+    Returns:
+        `(batch, num_beams, num_heads * d_k)`.
+    """
+    scores = query @ key.transpose(-2, -1)
+    if mask is not None:
+        scores += mask.unsqueeze(1)
+    heads = scores.softmax(dim=-1) @ value
+    return heads.transpose(1, 2).flatten(2)
+
+
+class Ensemble:
+    """Several models as one: the mean of their probabilities.
+
+    Args:
+        members: With the same vocabulary, each knowing the sources.
+    """
+
+    def __init__(self, members: Sequence[IncrementalDecoder]) -> None:
+        self.members = members
+
+    def next_log_probs(self, tokens: Tensor) -> Tensor:
+        """The logarithm of the mean of the members' probabilities, `(batch, num_beams, vocab_size)`."""
+        log_probs = [member.next_log_probs(tokens) for member in self.members]
+        if len(log_probs) == 1:
+            return log_probs[0]
+        return torch.stack(log_probs).logsumexp(dim=0) - torch.tensor(float(len(log_probs))).log()
+
+    def reorder(self, parents: Tensor) -> None:
+        """See `IncrementalDecoder.reorder`."""
+        for member in self.members:
+            member.reorder(parents)
+
+    def keep(self, sentences: Tensor) -> None:
+        """See `IncrementalDecoder.keep`."""
+        for member in self.members:
+            member.keep(sentences)

@@ -1,0 +1,430 @@
+"""The decoding loops against exhaustive search over a tiny vocabulary, arithmetic, and transformers' own `generate`."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from hf_vanilla_trm.decoding import BeamSearchOptions, Hypothesis, SamplingOptions, Task, beam_search, sample
+from hf_vanilla_trm.generation import custom_generate
+from hf_vanilla_trm.incremental import IncrementalDecoder
+from tests.conftest import tiny_model
+
+EOS, START = 2, 0
+
+
+class Scripted:
+    """A step model without weights: log-probabilities are a function of the sentence and of the tokens before."""
+
+    def __init__(self, function, batch, beams, vocab_size):
+        self.function, self.vocab_size = function, vocab_size
+        self.sentences, self.pasts = list(range(batch)), [[()] * beams for _ in range(batch)]
+        self.calls = 0
+
+    def next_log_probs(self, tokens):
+        self.calls += 1
+        if self.calls > 1:
+            rows = zip(self.pasts, tokens.tolist(), strict=True)
+            self.pasts = [[(*past, token) for past, token in zip(*row, strict=True)] for row in rows]
+        return torch.tensor(
+            [
+                [self.function(sentence, past) for past in pasts]
+                for sentence, pasts in zip(self.sentences, self.pasts, strict=True)
+            ],
+            dtype=torch.float64,
+        )
+
+    def reorder(self, parents):
+        self.pasts = [[pasts[beam] for beam in row] for pasts, row in zip(self.pasts, parents.tolist(), strict=True)]
+
+    def keep(self, sentences):
+        kept = sentences.tolist()
+        self.sentences, self.pasts = [self.sentences[i] for i in kept], [self.pasts[i] for i in kept]
+
+
+def random_log_probs(vocab_size, sharpness=2.0):
+    """A fixed random distribution for every sentence and past."""
+
+    def function(sentence, past):
+        generator = torch.Generator().manual_seed(hash((sentence, past)) % 2**31)
+        return (sharpness * torch.randn(vocab_size, generator=generator, dtype=torch.float64)).log_softmax(0).tolist()
+
+    return function
+
+
+def all_hypotheses(function, sentence, vocab_size, cap, alpha, min_length=0):
+    """Every sequence that ends with EOS or at the cap, scored from the distribution itself."""
+    found = []
+    for length in range(1, cap + 1):
+        for tokens in itertools.product(range(vocab_size), repeat=length):
+            if EOS in tokens[:-1] or (tokens[-1] != EOS and length < cap):
+                continue
+            if tokens[-1] == EOS and length <= min_length:
+                continue
+            log_probs = [function(sentence, tokens[:place])[token] for place, token in enumerate(tokens)]
+            found.append(Hypothesis(list(tokens), sum(log_probs) / ((5 + length) / 6) ** alpha, log_probs))
+    return sorted(found, key=lambda hypothesis: -hypothesis.score)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("min_length", [0, 2])
+def test_with_enough_beams_the_search_finds_the_best_of_all_sequences_in_order(alpha, min_length):
+    vocab_size, beams, lengths = 4, 300, [1, 3]  # more beams than sequences: nothing is lost
+    function = random_log_probs(vocab_size)
+    options = BeamSearchOptions(num_beams=beams, alpha=alpha, max_length_b=1, num_hypotheses=7, min_length=min_length)
+    model = Scripted(function, len(lengths), beams, vocab_size)
+    results = beam_search(model, Task(lengths, START, EOS), options)
+    for sentence, (found, length) in enumerate(zip(results, lengths, strict=True)):
+        expected = all_hypotheses(function, sentence, vocab_size, length + 1, alpha, min_length)[:7]
+        assert [hypothesis.tokens for hypothesis in found] == [hypothesis.tokens for hypothesis in expected]
+        for own, wanted in zip(found, expected, strict=True):
+            assert own.score == pytest.approx(wanted.score, abs=1e-12)
+            assert own.token_log_probs == pytest.approx(wanted.token_log_probs, abs=1e-12)
+
+
+VARIANTS = {
+    "plain": {},
+    "attention shared": {"parameter_sharing": "attention", "decoder_layers": 3},
+    "ffn shared": {"parameter_sharing": "ffn"},
+    "all shared": {"parameter_sharing": "all", "decoder_layers": 3},
+    "factorised": {"embedding_size": 6},
+    "no biases": {"attention_bias": False},
+    "output bias": {"output_bias": True, "tie_word_embeddings": False},
+    "separate vocabularies": {"decoder_vocab_size": 23, "share_encoder_decoder_embeddings": False},
+    "gelu, unscaled": {"activation_function": "gelu", "scale_embedding": False},
+}
+
+
+def searched(model, batch, options, **changes):
+    decoder = IncrementalDecoder(model, batch["input_ids"], batch["attention_mask"], num_beams=options.num_beams)
+    lengths = batch["attention_mask"].sum(1).tolist()
+    return beam_search(decoder, Task(lengths, START, EOS, **changes), options)
+
+
+def padded_row(tokens, width):
+    return [START, *tokens, *[1] * (width - 1 - len(tokens))]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("beams", [1, 4])
+def test_without_length_penalty_the_search_finds_what_generate_finds(batch, variant, beams):
+    model = tiny_model(seed=3, decoder_start_token_id=START, **VARIANTS[variant]).double()
+    options = BeamSearchOptions(num_beams=beams, alpha=0, max_length_a=0, max_length_b=9, num_hypotheses=beams)
+    found = searched(model, batch, options)
+    by_beams = {"num_beams": beams, "num_return_sequences": beams, "length_penalty": 0.0, "early_stopping": "never"}
+    expected = model.generate(
+        input_ids=batch["input_ids"],
+        attention_mask=batch["attention_mask"],
+        generation_config=GenerationConfig(
+            max_new_tokens=9,
+            **(by_beams if beams > 1 else {}),
+            return_dict_in_generate=True,
+            output_scores=True,
+            decoder_start_token_id=START,
+            eos_token_id=EOS,
+            pad_token_id=1,
+        ),
+    )
+    width = expected.sequences.size(1)
+    rows = [padded_row(hypothesis.tokens, width) for of_sentence in found for hypothesis in of_sentence]
+    assert rows == expected.sequences.tolist()
+    if beams > 1:
+        scores = [hypothesis.score for of_sentence in found for hypothesis in of_sentence]
+        assert scores == pytest.approx(expected.sequences_scores.tolist(), abs=1e-5)
+
+
+def test_a_score_is_its_tokens_log_probability_over_the_stated_penalty(batch):
+    model = tiny_model(seed=3, decoder_start_token_id=START)
+    for alpha in (0.0, 0.6, 1.0):
+        options = BeamSearchOptions(alpha=alpha, max_length_b=2, num_hypotheses=4)
+        for source, found in enumerate(model.search(batch["input_ids"], batch["attention_mask"], options)):
+            scores = [hypothesis.score for hypothesis in found]
+            assert scores == sorted(scores, reverse=True)
+            for tokens, score, token_log_probs in found:
+                inputs = torch.tensor([[START, *tokens[:-1]]])
+                row = slice(source, source + 1)
+                logits = model(batch["input_ids"][row], batch["attention_mask"][row], inputs).logits[0]
+                expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+                assert token_log_probs == pytest.approx(expected.tolist(), abs=1e-5)
+                assert score == pytest.approx(
+                    float(expected.detach().sum()) / ((5 + len(tokens)) / 6) ** alpha, abs=1e-5
+                )
+
+
+def test_a_longer_hypothesis_found_later_wins_by_the_penalty_alone():
+    """EOS at once has log-probability -1.0; two words and EOS have -1.1 together, but are twice as long and more."""
+
+    def function(sentence, past):
+        log_probs = [-50.0] * 5
+        if past == ():
+            log_probs[EOS], log_probs[3] = -1.0, math.log(1 - math.exp(-1.0))
+        else:
+            log_probs[EOS if len(past) == 2 else 4] = (-1.1 - math.log(1 - math.exp(-1.0))) / 2
+        return log_probs
+
+    def best(alpha, number=1):
+        options = BeamSearchOptions(num_beams=5, alpha=alpha, num_hypotheses=number)
+        return beam_search(Scripted(function, 1, 5, 5), Task([3], START, EOS), options)[0]
+
+    assert best(0.0)[0].tokens == [EOS]
+    for alpha in (0.6, 1.0):
+        assert best(alpha)[0].tokens == [3, 4, EOS]
+        assert best(alpha)[0].score == pytest.approx(-1.1 / (8 / 6) ** alpha)
+    for alpha in (0.0, 0.6, 1.0):
+        assert best(alpha, number=5)[0] == best(alpha)[0]
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_stopping_early_returns_what_going_on_to_the_cap_returns(number):
+    """Against a search that is written out here and never stops; random distributions, in which EOS is likely."""
+    vocab_size, beams, cap, alpha = 6, 3, 9, 0.6
+    inner = random_log_probs(vocab_size)
+
+    def function(sentence, past):
+        log_probs = torch.tensor(inner(sentence, past), dtype=torch.float64)
+        log_probs[EOS] += 1.0
+        return log_probs.log_softmax(0).tolist()
+
+    model = Scripted(function, 8, beams, vocab_size)
+    options = BeamSearchOptions(num_beams=beams, alpha=alpha, max_length_a=0, max_length_b=cap, num_hypotheses=number)
+    results = beam_search(model, Task([1] * 8, START, EOS), options)
+    for sentence in range(8):
+        live, ended = [((), 0.0)], []
+        for length in range(1, cap + 1):
+            grown = [
+                ((*tokens, word), total + log_prob)
+                for tokens, total in live
+                for word, log_prob in enumerate(function(sentence, tokens))
+            ]
+            grown.sort(key=lambda candidate: -candidate[1])
+            penalty = ((5 + length) / 6) ** alpha
+            ended += [(t, total / penalty) for t, total in grown[:beams] if t[-1] == EOS or length == cap]
+            live = [candidate for candidate in grown if candidate[0][-1] != EOS][:beams]
+        ended.sort(key=lambda candidate: -candidate[1])
+        assert [tuple(hypothesis.tokens) for hypothesis in results[sentence]] == [t for t, _ in ended[:number]]
+    assert model.calls <= cap
+
+
+def test_every_source_has_a_cap_of_its_own():
+    def never_ending(sentence, past):
+        return [-1.0, -1.5, -60.0, -2.0]
+
+    options = BeamSearchOptions(num_beams=2, max_length_a=2, max_length_b=1)
+    results = beam_search(Scripted(never_ending, 3, 2, 4), Task([1, 4, 2], START, EOS), options)
+    assert [len(found[0].tokens) for found in results] == [3, 9, 5]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_sources_translation_depends_on_no_batch_mate(batch, dtype):
+    model = tiny_model(seed=3, decoder_start_token_id=START).to(dtype)
+    options = BeamSearchOptions(num_beams=3, max_length_b=6, num_hypotheses=3)
+    together = model.search(batch["input_ids"], batch["attention_mask"], options)
+    for source, length in enumerate((7, 4, 6)):
+        (alone,) = model.search(batch["input_ids"][source : source + 1, :length], None, options)
+        assert [hypothesis.tokens for hypothesis in alone] == [hypothesis.tokens for hypothesis in together[source]]
+        for own, other in zip(alone, together[source], strict=True):
+            assert own.score == pytest.approx(other.score, abs=1e-12 if dtype == torch.float64 else 1e-5)
+
+
+def test_a_source_without_a_token_is_decoded_as_the_model_does(batch):
+    model = tiny_model(seed=3, decoder_start_token_id=START)
+    batch["attention_mask"][1] = 0
+    decoder = IncrementalDecoder(model, batch["input_ids"], batch["attention_mask"], num_beams=1)
+    ours = decoder.next_log_probs(torch.full((3, 1), START))
+    logits = model(batch["input_ids"], batch["attention_mask"], torch.full((3, 1), START)).logits
+    torch.testing.assert_close(ours, logits.log_softmax(-1))
+
+
+def test_a_translation_begins_with_its_prefix_and_goes_on_as_the_model_would(batch):
+    model = tiny_model(seed=3, decoder_start_token_id=START)
+    options = BeamSearchOptions(num_beams=3, max_length_b=4)
+    free = model.search(batch["input_ids"], batch["attention_mask"], options)
+    prefixes = [free[0][0].tokens[:2], [], [9, 5, 9]]
+    forced = model.search(batch["input_ids"], batch["attention_mask"], options, prefixes=prefixes)
+    assert forced[0][0].tokens == free[0][0].tokens
+    assert forced[1] == free[1]
+    assert forced[2][0].tokens[:3] == [9, 5, 9]
+    inputs = torch.tensor([[START, *forced[2][0].tokens[:-1]]])
+    logits = model(batch["input_ids"][2:], batch["attention_mask"][2:], inputs).logits[0]
+    own = logits.log_softmax(-1).gather(1, torch.tensor(forced[2][0].tokens)[:, None])[:, 0]
+    assert forced[2][0].token_log_probs == pytest.approx(own.tolist(), abs=1e-5)
+
+
+def test_no_ngram_comes_twice(batch):
+    model = tiny_model(seed=5, decoder_start_token_id=START)
+    repeated = 0
+    for size in (0, 1, 2):
+        options = BeamSearchOptions(num_beams=3, max_length_b=11, num_hypotheses=3, no_repeat_ngram_size=size)
+        for found in model.search(batch["input_ids"], batch["attention_mask"], options):
+            for hypothesis in found:
+                width = size or 2
+                ngrams = [tuple(hypothesis.tokens[i : i + width]) for i in range(len(hypothesis.tokens) - width + 1)]
+                if size:
+                    assert len(set(ngrams)) == len(ngrams)
+                else:
+                    repeated += len(ngrams) - len(set(ngrams))
+    assert repeated > 0, "else this model shows nothing"
+
+
+def test_samples_come_with_the_models_frequencies():
+    """Four tokens, one step: 20,000 draws against the distribution, at another temperature and within limits."""
+    log_probs = [math.log(p) for p in (0.5, 0.2, 0.05, 0.25)]
+
+    def frequencies(**options):
+        limits = SamplingOptions(num_hypotheses=20_000, max_length_a=0, max_length_b=1, **options)
+        generator = torch.Generator().manual_seed(0)
+        model = Scripted(lambda sentence, past: log_probs, 1, limits.num_beams, 4)
+        (found,) = sample(model, Task([1], START, EOS), limits, generator)
+        assert {hypothesis.token_log_probs[0] for hypothesis in found} <= set(log_probs)
+        counts = torch.tensor([hypothesis.tokens[0] for hypothesis in found]).bincount(minlength=4)
+        return (counts / counts.sum()).tolist()
+
+    squares = [0.25, 0.04, 0.0025, 0.0625]
+    for options, expected in (
+        ({}, [0.5, 0.2, 0.05, 0.25]),
+        ({"temperature": 0.5}, [p / sum(squares) for p in squares]),
+        ({"top_k": 2}, [0.5 / 0.75, 0, 0, 0.25 / 0.75]),
+        ({"top_p": 0.9}, [0.5 / 0.95, 0.2 / 0.95, 0, 0.25 / 0.95]),
+        ({"top_p": 0.75}, [0.5 / 0.75, 0, 0, 0.25 / 0.75]),
+        ({"min_length": 1}, [0.5 / 0.95, 0.2 / 0.95, 0, 0.25 / 0.95]),
+    ):
+        assert frequencies(**options) == pytest.approx(expected, abs=0.012), options
+
+
+def test_the_same_seed_draws_the_same_samples_and_samples_differ(batch):
+    model = tiny_model(seed=3, decoder_start_token_id=START)
+    options = SamplingOptions(num_hypotheses=4, max_length_b=5)
+
+    def drawn(seed):
+        generator = torch.Generator().manual_seed(seed)
+        return model.search(batch["input_ids"], batch["attention_mask"], options, generator=generator)
+
+    assert drawn(1) == drawn(1) != drawn(2)
+    for found in drawn(1):
+        assert len({tuple(hypothesis.tokens) for hypothesis in found}) > 1
+        for hypothesis in found:
+            assert hypothesis.tokens.index(EOS) == len(hypothesis.tokens) - 1 if EOS in hypothesis.tokens else True
+
+
+def test_an_ensemble_searches_the_mean_of_its_members_probabilities(batch):
+    models = [tiny_model(seed=seed, decoder_start_token_id=START) for seed in (3, 4)]
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    options = BeamSearchOptions(num_beams=3, max_length_b=4)
+    found = models[0].search(ids, mask, options, ensemble=models[1:])
+    for source, ((tokens, _, token_log_probs),) in enumerate(found):
+        row = slice(source, source + 1)
+        inputs = torch.tensor([[START, *tokens[:-1]]])
+        mean = sum(model(ids[row], mask[row], inputs).logits[0].softmax(-1) for model in models) / 2
+        expected = mean.log().gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        assert token_log_probs == pytest.approx(expected.tolist(), abs=1e-5)
+    twice = models[0].search(ids, mask, options, ensemble=models[:1])
+    alone = models[0].search(ids, mask, options)
+    assert [found[0].tokens for found in twice] == [found[0].tokens for found in alone]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (lambda: BeamSearchOptions(num_beams=2, num_hypotheses=3), r"num_beams \(2\) must be at least num_hypotheses"),
+        (lambda: BeamSearchOptions(alpha=-0.1), r"alpha \(-0.1\) must be at least 0"),
+        (lambda: BeamSearchOptions(alpha=float("nan")), r"alpha \(nan\) must be at least 0"),
+        (lambda: BeamSearchOptions(min_length=-1), r"min_length \(-1\) must be at least 0"),
+        (lambda: SamplingOptions(temperature=0), r"temperature \(0\) must be more than 0"),
+        (lambda: SamplingOptions(top_p=0), r"top_p \(0\) must be more than 0 and at most 1"),
+        (lambda: SamplingOptions(num_hypotheses=0), r"num_hypotheses \(0\) must be at least 1"),
+    ],
+)
+def test_options_out_of_range_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        options()
+
+
+def test_a_model_that_cannot_translate_says_why(batch):
+    model = tiny_model(decoder_start_token_id=START)
+    with pytest.raises(ValueError, match="in training mode"):
+        model.train().search(batch["input_ids"])
+    with pytest.raises(ValueError, match="same vocabularies"):
+        model.eval().search(batch["input_ids"], ensemble=[tiny_model(vocab_size=21)])
+    with torch.no_grad():
+        model.lm_head.weight[4] = float("nan")
+    with pytest.raises(ValueError, match="not finite"):
+        model.search(batch["input_ids"])
+
+
+COMMON = {"max_new_tokens": 8, "return_dict_in_generate": True, "output_scores": True}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_beams": 1},
+        {"num_beams": 3, "length_penalty": 0.0, "early_stopping": "never"},
+        {"num_beams": 4, "length_penalty": 0.0, "early_stopping": "never", "num_return_sequences": 2},
+        {"num_beams": 3, "length_penalty": 0.0, "early_stopping": "never", "min_new_tokens": 4},
+    ],
+    ids=lambda settings: ", ".join(f"{name} {value}" for name, value in settings.items()),
+)
+@pytest.mark.parametrize("prefix", [None, [[START, 9, 5]] * 3], ids=["no prefix", "prefix"])
+def test_generate_gives_the_same_with_our_loop_as_without(batch, settings, prefix):
+    model = tiny_model(seed=3, decoder_start_token_id=START).double()
+    inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+    if prefix is not None:
+        inputs["decoder_input_ids"] = torch.tensor(prefix)
+    ours = model.generate(**inputs, **settings, **COMMON, custom_generate=custom_generate)
+    expected = model.generate(**inputs, **settings, **COMMON)
+    assert ours.sequences.tolist() == expected.sequences.tolist()
+    if settings["num_beams"] > 1:
+        # transformers leaves the prefix out of its scores.
+        count = 0 if prefix is None else len(prefix[0]) - 1
+        sums = [score_of_prefix(model, batch, row, settings, prefix) for row in range(len(ours.sequences))]
+        for own, wanted, of_prefix in zip(ours.sequences_scores, expected.sequences_scores, sums, strict=True):
+            assert float(own) == pytest.approx(float(wanted) + (of_prefix if count else 0.0), abs=1e-5)
+
+
+def score_of_prefix(model, batch, row, settings, prefix):
+    if prefix is None:
+        return 0.0
+    source = row // settings.get("num_return_sequences", 1)
+    ids, mask = (batch[name][source : source + 1] for name in ("input_ids", "attention_mask"))
+    with torch.no_grad():
+        log_probs = model(ids, mask, torch.tensor([prefix[source][:-1]])).logits[0].log_softmax(-1)
+    return float(log_probs.gather(1, torch.tensor(prefix[source][1:])[:, None]).sum())
+
+
+def test_the_length_penalty_of_the_generation_config_is_the_papers_alpha(batch):
+    model = tiny_model(seed=3, decoder_start_token_id=START)
+    model.generation_config.max_length_a, model.generation_config.max_length_b = 1.0, 2
+    ours = model.generate(
+        batch["input_ids"],
+        attention_mask=batch["attention_mask"],
+        num_beams=3,
+        length_penalty=0.6,
+        custom_generate=custom_generate,
+        **COMMON | {"max_new_tokens": 40},
+    )
+    options = BeamSearchOptions(num_beams=3, alpha=0.6, max_length_a=1.0, max_length_b=2)
+    found = model.search(batch["input_ids"], batch["attention_mask"], options)
+    width = ours.sequences.size(1)
+    assert ours.sequences.tolist() == [padded_row(hypotheses[0].tokens, width) for hypotheses in found]
+    assert ours.sequences_scores.tolist() == pytest.approx([hypotheses[0].score for hypotheses in found], abs=1e-6)
+
+
+def test_generate_samples_with_our_loop_too(batch):
+    model = tiny_model(seed=3, decoder_start_token_id=START)
+    given = {"do_sample": True, "num_return_sequences": 4, "top_k": 3, "max_new_tokens": 5}
+    torch.manual_seed(0)
+    ours = model.generate(batch["input_ids"], **given, custom_generate=custom_generate)
+    assert ours.shape[0] == 12
+    torch.manual_seed(0)
+    options = SamplingOptions(num_hypotheses=4, top_k=3, max_length=5, max_length_b=50)
+    found = model.search(batch["input_ids"], None, options)
+    assert ours.tolist() == [padded_row(one.tokens, ours.size(1)) for of_source in found for one in of_source]
+
+
+def test_what_our_loop_cannot_do_is_refused_by_name(batch):
+    model = tiny_model(decoder_start_token_id=START)
+    given = {"max_new_tokens": 5, "custom_generate": custom_generate}
+    with pytest.raises(ValueError, match="custom_generate cannot do what RepetitionPenaltyLogitsProcessor stands for"):
+        model.generate(batch["input_ids"], **given, repetition_penalty=1.3)
