@@ -138,7 +138,7 @@ def _softmax_part(
         itertools.repeat(None) if grad_hidden is None else grad_hidden.split(rows),
         strict=False,
     ):
-        logits = torch.mm(hidden, projection.t(), out=buffer[: len(hidden)])  # (rows, vocab_size)
+        logits = buffer[: len(hidden)].addmm_(hidden, projection.t(), beta=0)  # (rows, vocab_size)
         if bias is not None:
             logits += bias.to(dtype)
         highest = logits.amax(dim=-1, keepdim=True)
