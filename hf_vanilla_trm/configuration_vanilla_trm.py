@@ -14,7 +14,17 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 PARAMETER_SHARING_MODES = ("none", "attention", "ffn", "all")
-CODE_FILES = ("configuration_vanilla_trm.py", "layers.py", "loss.py", "modeling_vanilla_trm.py")
+CODE_FILES = (
+    "configuration_vanilla_trm.py",
+    "decoding.py",
+    "dropout.py",
+    "generation.py",
+    "incremental.py",
+    "layers.py",
+    "loss.py",
+    "modeling_vanilla_trm.py",
+    "projections.py",
+)
 """The code that travels with a saved model."""
 SHARING_ORDERS = ("sequence", "cycle", "cycle_reverse")
 

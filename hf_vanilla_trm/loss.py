@@ -138,7 +138,7 @@ def _softmax_part(
         itertools.repeat(None) if grad_hidden is None else grad_hidden.split(rows),
         strict=False,
     ):
-        logits = buffer[: len(hidden)].addmm_(hidden, projection.t(), beta=0)  # (rows, vocab_size)
+        logits = torch.mm(hidden, projection.t(), out=buffer[: len(hidden)])  # (rows, vocab_size)
         if bias is not None:
             logits += bias.to(dtype)
         highest = logits.amax(dim=-1, keepdim=True)
@@ -153,7 +153,7 @@ def _softmax_part(
         if grad_weight is not None:
             over_total = (hidden / total).to(dtype)
             if dtype == sum_dtype:
-                grad_weight.addmm_(exponentials.t(), over_total)
+                torch.addmm(grad_weight, exponentials.t(), over_total, out=grad_weight)
             else:
                 grad_weight += exponentials.t() @ over_total
         if grad_bias is not None:

@@ -200,6 +200,8 @@ def test_loading_in_half_precision_equals_loading_and_casting(tmp_path, batch, c
     assert {parameter.dtype for parameter in model.parameters()} == {model.dtype} == {dtype}
     full_loss = whole(**batch).loss
     actual, expected = behaviour(model, batch), behaviour(whole.to(dtype), batch)
+    # Logits of an output that is on disk are rounded at another place than those that are never held as a whole.
+    torch.testing.assert_close(actual.pop("loss in training"), expected.pop("loss in training"), rtol=1e-3, atol=0)
     torch.testing.assert_close(actual, expected)
     assert actual["loss"].dtype == torch.float32
     torch.testing.assert_close(actual["loss"], full_loss, rtol=0.02, atol=0)

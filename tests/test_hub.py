@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from transformers import (
     Seq2SeqTrainingArguments,
 )
 
+import hf_vanilla_trm
 from hf_vanilla_trm import VanillaTrmForConditionalGeneration, VanillaTrmForSequenceClassification
 from tests.conftest import spread_weights, tiny_config, tiny_model
 from tests.hub import READER, STRANGER, WRITER, Hub
@@ -32,7 +34,7 @@ from training.tokenizer import train_tokenizer
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 
 REPO = "tester/tiny"
-CODE = {"configuration_vanilla_trm.py", "layers.py", "loss.py", "modeling_vanilla_trm.py"}
+CODE = {path.name for path in Path(hf_vanilla_trm.__file__).parent.glob("*.py")} - {"__init__.py", "sharing.py"}
 TEXTS = ["Grüße  aus Öl", "haus", " 日本 x"]
 
 
@@ -197,6 +199,7 @@ def test_a_data_set_is_pushed_and_read_as_pairs(hub, large):
 
 STRANGER_CODE = """
 import sys
+from pathlib import Path
 sys.modules["hf_vanilla_trm"] = None  # importing it fails
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
@@ -226,6 +229,7 @@ with torch.no_grad():
 """
 BOTH_CODE = """
 import sys
+from pathlib import Path
 import torch
 from transformers import AutoModelForSeq2SeqLM
 

@@ -20,11 +20,24 @@ PACKAGE = ROOT / "hf_vanilla_trm"
 # Who may import whom inside the package: imports run one way.
 ALLOWED = {
     "configuration_vanilla_trm": set(),
-    "layers": set(),
+    "dropout": set(),
+    "layers": {"dropout"},
     "loss": set(),
-    "modeling_vanilla_trm": {"configuration_vanilla_trm", "layers", "loss"},
+    "projections": set(),
+    "decoding": set(),
+    "incremental": {"projections"},
+    "generation": {"decoding", "incremental"},
+    "modeling_vanilla_trm": {
+        "configuration_vanilla_trm",
+        "decoding",
+        "dropout",
+        "generation",
+        "layers",
+        "loss",
+        "projections",
+    },
     "sharing": {"modeling_vanilla_trm"},
-    "__init__": {"configuration_vanilla_trm", "modeling_vanilla_trm", "sharing"},
+    "__init__": {"configuration_vanilla_trm", "decoding", "generation", "modeling_vanilla_trm", "sharing"},
 }
 
 

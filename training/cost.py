@@ -56,7 +56,7 @@ def training_flops(config: VanillaTrmConfig, batch: BatchShape) -> int:
     return 2 * 3 * batch.rows * forward
 
 
-def layer_activation_bytes(config: VanillaTrmConfig, batch: BatchShape, *, bits: int = 32, mask_bits: int = 8) -> int:
+def layer_activation_bytes(config: VanillaTrmConfig, batch: BatchShape, *, bits: int = 32) -> int:
     """Return what the layers keep for the backward pass, with a kernel that keeps no attention probabilities.
 
     A layer keeps its queries, keys and values, the attention's output, each residual sum and each LayerNorm's output,
@@ -67,11 +67,10 @@ def layer_activation_bytes(config: VanillaTrmConfig, batch: BatchShape, *, bits:
         batch: The batch.
         bits: Of an activation: 32, or 16 with autocast, for which this is rough: LayerNorm's input and output are
             counted at 32, and not autocast's copies of what several layers read.
-        mask_bits: Of an element of a dropout mask: 8 on an accelerator, 32 on a CPU.
     """
     d, d_ff = config.d_model, config.d_ff
     source, target = batch.rows * batch.source_length, batch.rows * batch.target_length
-    mask = mask_bits if config.dropout else 0
+    mask = 8 if config.dropout else 0
     norm, softmax = 2 * 32, config.num_attention_heads * 32  # a mean and a deviation; the sum of each head
     encoder = source * ((4 * d + d_ff) * bits + 4 * d * 32 + 2 * d * mask + 2 * norm + softmax)
     of_source = source * 2 * d * bits  # keys and values of cross-attention
