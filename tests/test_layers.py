@@ -5,7 +5,14 @@ import math
 import pytest
 import torch
 
-from hf_vanilla_trm.layers import FeedForward, SinusoidalPositions, scaled_dot_product_attention, shift_right, sinusoids
+from hf_vanilla_trm.layers import (
+    FeedForward,
+    SinusoidalPositions,
+    scaled_dot_product_attention,
+    shift_right,
+    sinusoids,
+    softmax,
+)
 
 
 def test_sinusoids_are_interleaved_sines_and_cosines_of_the_paper():
@@ -91,6 +98,44 @@ def test_masked_positions_get_weight_zero_and_a_query_without_keys_gets_zeros():
     assert output[1].count_nonzero() == 0
     output.sum().backward()
     assert all(tensor.grad.isfinite().all() for tensor in (query, key, value))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("length", [1, 5, 15, 16, 17, 32, 33])
+def test_the_softmax_is_that_of_torch_for_rows_of_any_length(dtype, length):
+    torch.manual_seed(0)
+    scores = (3 * torch.randn(2, 3, length)).to(dtype)
+    ours, theirs = scores.clone().requires_grad_(), scores.clone().requires_grad_()
+    slope = torch.randn(2, 3, length).to(dtype)
+    (softmax(ours) * slope).sum().backward()
+    (theirs.softmax(-1) * slope).sum().backward()
+    torch.testing.assert_close(softmax(ours), theirs.softmax(-1))
+    torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("length", [1, 15, 16, 40])
+def test_a_row_of_nothing_but_the_lowest_number_has_no_weight_whatever_its_scores(dtype, length):
+    scores = torch.tensor([[-90.0], [0.0], [90.0]]).expand(3, length).to(dtype)
+    masked = (scores + torch.finfo(dtype).min).requires_grad_()
+    weights = softmax(masked)
+    weights.sum().backward()
+    assert weights.count_nonzero() == 0
+    assert masked.grad.isfinite().all()
+
+
+def test_a_mask_may_be_added_to_the_scores_or_say_what_may_be_attended_to():
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, 3, length, 4) for length in (5, 7, 7))
+    allowed = torch.rand(2, 1, 5, 7) < 0.6
+    allowed[1, 0, 2] = False
+    added = torch.zeros(2, 1, 5, 7).masked_fill(~allowed, torch.finfo(torch.float32).min)
+    for by_truth, by_sum in zip(
+        scaled_dot_product_attention(query, key, value, allowed),
+        scaled_dot_product_attention(query, key, value, added),
+        strict=True,
+    ):
+        assert torch.equal(by_truth, by_sum)
 
 
 def test_the_feed_forward_network_is_two_linear_maps_around_a_relu_at_every_position():

@@ -155,3 +155,38 @@ def test_a_loss_scale_beyond_the_range_of_float16_leaves_its_gradients_finite():
     hidden_states, weight = (hidden_states.detach() * 1e-4).half().requires_grad_(), weight.detach().half()
     (projected_cross_entropy_sum(hidden_states, weight * 1e-4, None, labels) * 2.0**17).backward()
     assert hidden_states.grad.isfinite().all()
+
+
+def test_the_models_training_loss_and_all_its_gradients_are_those_of_the_plain_computation(monkeypatch):
+    """In float32, with several chunks, smoothing, a bias, padding and a vocabulary of some size."""
+    monkeypatch.setitem(loss_module.CHUNK_ELEMENTS, "cpu", 3 * 700)
+    model = tiny_model(vocab_size=700, output_bias=True).train()
+    generator = torch.Generator().manual_seed(0)
+    source, labels = (torch.randint(3, 700, (3, length), generator=generator) for length in (7, 5))
+    labels[1, 3:] = -100
+    (chunked := model(source, labels=labels, label_smoothing=0.1).loss).backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    logits = model(source, decoder_input_ids=model.prepare_decoder_input_ids_from_labels(labels)).logits
+    plain = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1)
+    plain.backward()
+    torch.testing.assert_close(chunked, plain, rtol=1e-5, atol=1e-5)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-5, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_half_precision_the_gradients_stay_close_to_those_of_full_precision(dtype):
+    """At 5,000 words, where the probabilities of a fresh model are below float16's smallest normal number."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, 40, 16, generator=generator)
+    weight = 0.02 * torch.randn(5000, 16, generator=generator)
+    labels = torch.randint(0, 5000, (1, 40), generator=generator)
+
+    def results(dtype):
+        leaves = [hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()]
+        loss = projected_cross_entropy_sum(*leaves, None, labels, label_smoothing=0.1)
+        return loss, *(gradient.float() for gradient in torch.autograd.grad(loss, leaves))
+
+    for half, full in zip(results(dtype), results(torch.float32), strict=True):
+        assert float((half.float() - full).norm() / full.norm()) < 0.01

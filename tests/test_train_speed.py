@@ -4,15 +4,23 @@ it timed.
 
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from torch import nn
 
 from training import peers, step_speed, train_speed
+from training.arguments import parse_arguments
 from training.benchmark import main
+from training.joeynmt_speed import speed_of, write_tokens
+from training.launching import start_accelerator
 from training.loop_speed import WARM_UP, StepsBeside, summary
+from training.ranks import StopRequest
+from training.run_log import RunLog
+from training.train import prepare
 
 SIZE = {"d_model": 16, "d_ff": 24, "encoder_layers": 2, "decoder_layers": 3, "num_attention_heads": 2}
 VOCAB = 50
@@ -126,3 +134,48 @@ def test_the_benchmark_measures_steps_memory_and_the_loop(tmp_path, capsys, monk
     assert 0 <= loop["padding"] < 0.2
     assert (tmp_path / "out" / "train.png").read_bytes().startswith(b"\x89PNG")
     assert "| tiny | fp32 |" in capsys.readouterr().out
+
+
+JOEYNMT_LOG = """
+2026-01-01 - INFO - joeynmt.training - Epoch   1, Step:        5, Batch Loss:     9.1, Batch Acc: 0.0, Tokens per Sec:      400, Lr: 0.00001
+2026-01-01 - INFO - joeynmt.training - Epoch   1, Step:       10, Batch Loss:     9.0, Batch Acc: 0.0, Tokens per Sec:      900, Lr: 0.00001
+2026-01-01 - INFO - joeynmt.training - Epoch   1, Step:       15, Batch Loss:     9.0, Batch Acc: 0.0, Tokens per Sec:     1000, Lr: 0.00001
+2026-01-01 - INFO - joeynmt.training - Epoch   1, Step:       20, Batch Loss:     9.0, Batch Acc: 0.0, Tokens per Sec:      980, Lr: 0.00001
+"""  # noqa: E501
+
+
+def test_joeynmts_speed_is_the_median_of_what_it_logs_once_it_is_warm():
+    assert speed_of(JOEYNMT_LOG.splitlines()) == 980
+    with pytest.raises(RuntimeError, match=r"did not train; its last lines:\nModuleNotFoundError: joeynmt"):
+        speed_of(["ModuleNotFoundError: joeynmt"])
+
+
+def test_joeynmt_gets_the_sentences_as_the_same_tokens(tmp_path):
+    data = {f"train_{side}": str(tmp_path / f"own.{side}") for side in ("source", "target")}
+    lines = [f"{letter}{letter} x" for letter in "abcdefghij"]
+    for file in data.values():
+        Path(file).write_text("".join(f"{line}\n" for line in lines))
+    write_tokens(tmp_path, data)
+    words = (tmp_path / "vocabulary.txt").read_text().split("\n")[:-1]
+    assert len(set(words)) == len(words)
+    written = (tmp_path / "train.source").read_text().splitlines()
+    assert [line.replace(" ", "").replace("Ġ", " ") for line in written] == lines
+    assert {token for line in written for token in line.split(" ")} <= set(words)
+    assert (tmp_path / "dev.target").read_text().splitlines() == written[:8]
+
+
+@pytest.mark.parametrize("given", [None, "sdpa"])
+def test_on_a_cpu_training_takes_the_kernel_that_is_fast_there_unless_told(tmp_path, given):
+    (tmp_path / "train.tsv").write_text("source\ttarget\n" + "a b\tb a\n" * 20)
+    flags = [f"--{name}={value}" for name, value in SIZE.items()]
+    flags += [f"--output_dir={tmp_path / 'run'}", f"--train_file={tmp_path / 'train.tsv'}", "--max_updates=1"]
+    arguments = parse_arguments(flags + ([f"--attn_implementation={given}"] if given else []))
+    AcceleratorState._reset_state(True)
+    accelerator = start_accelerator(arguments[2])
+    log = RunLog(tmp_path / "run", accelerator)
+    try:
+        run = prepare(*arguments, accelerator, log, StopRequest())
+        assert run.loop.weights.model.config._attn_implementation == (given or "eager")
+    finally:
+        log.release()
+        AcceleratorState._reset_state(True)
