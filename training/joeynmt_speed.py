@@ -127,6 +127,8 @@ def configuration(size: dict[str, int], folder: Path, updates: int, batch_tokens
             "normalization": "tokens",
             "optimizer": "adam",
             "learning_rate": 1e-5,
+            "scheduling": "warmupinversesquareroot",
+            "learning_rate_warmup": 100,
             "label_smoothing": 0.1,
             "updates": updates,
             "epochs": 100,
