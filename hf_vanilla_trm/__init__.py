@@ -13,7 +13,6 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # type: ignore[attr-defined]
 
 from .configuration_vanilla_trm import VanillaTrmConfig
-from .decoding import BeamSearchOptions, Hypothesis, SamplingOptions
 from .generation import custom_generate
 from .modeling_vanilla_trm import (
     VanillaTrmDecoder,
@@ -42,9 +41,6 @@ AutoModelForSequenceClassification.register(VanillaTrmConfig, VanillaTrmForSeque
 __version__ = "0.1.0"
 
 __all__ = [
-    "BeamSearchOptions",
-    "Hypothesis",
-    "SamplingOptions",
     "VanillaTrmConfig",
     "VanillaTrmDecoder",
     "VanillaTrmEncoder",

@@ -39,13 +39,19 @@ class DecodingOptions:
 
     def __post_init__(self) -> None:
         for name, least in (("max_length_a", 0), ("min_length", 0), ("num_hypotheses", 1), ("no_repeat_ngram_size", 0)):
-            if not getattr(self, name) >= least:
-                raise ValueError(f"{name} ({getattr(self, name)}) must be at least {least}")
+            if not least <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} ({getattr(self, name)}) must be at least {least}, and finite")
+        if self.max_length is not None and not self.max_length > self.min_length:
+            raise ValueError(f"max_length ({self.max_length}) must be more than min_length ({self.min_length})")
 
     @property
     def num_beams(self) -> int:
         """Hypotheses that are followed at once."""
         return self.num_hypotheses
+
+    def begin(self, task: "Task", generator: torch.Generator | None) -> "_Search":
+        """The state of a decoding that has made no step."""
+        raise NotImplementedError
 
     def cap_of(self, source_length: int) -> int:
         """The most tokens of a translation of so many source tokens, EOS included in both; at least one."""
@@ -56,6 +62,12 @@ class DecodingOptions:
 @dataclass(frozen=True, kw_only=True)
 class BeamSearchOptions(DecodingOptions):
     """How to search.
+
+    At every step the `num_beams` best continuations of all beams are looked at. Those that end, with EOS or at the
+    source's cap, become hypotheses; the best `num_beams` of those without EOS go on. A source is done when no beam can
+    still come to a better score than the hypotheses to be returned: a log-probability can only fall, so that dividing
+    it by the penalty of the cap, the largest, gives a bound. What is returned, best first, is therefore what a search
+    would return that went on to the cap. With one beam, a source is done at its first hypothesis.
 
     Attributes:
         num_beams: Hypotheses that are followed at once; 1 is greedy search. The paper's is 4.
@@ -76,10 +88,18 @@ class BeamSearchOptions(DecodingOptions):
         if not self.alpha >= 0:
             raise ValueError(f"alpha ({self.alpha}) must be at least 0: else no search could know when to end")
 
+    def begin(self, task: "Task", generator: torch.Generator | None) -> "_Search":
+        """See `DecodingOptions.begin`; nothing is drawn."""
+        del generator
+        return _BeamSearch(task, self)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions(DecodingOptions):
     """How to draw translations; each of a source's hypotheses is drawn by itself.
+
+    They come in the order in which they were drawn. Their log-probabilities are the model's, whatever temperature and
+    limits they were drawn with.
 
     Attributes:
         temperature: Log-probabilities are divided by it: below 1 the likely becomes likelier.
@@ -102,6 +122,10 @@ class SamplingOptions(DecodingOptions):
             raise ValueError(f"top_k ({self.top_k}) must be at least 0")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p ({self.top_p}) must be more than 0 and at most 1")
+
+    def begin(self, task: "Task", generator: torch.Generator | None) -> "_Search":
+        """See `DecodingOptions.begin`."""
+        return _Sampling(task, self, generator)
 
 
 class Hypothesis(NamedTuple):
@@ -155,52 +179,33 @@ class Task:
     device: torch.device | str = "cpu"
 
 
-def beam_search(model: StepModel, task: Task, options: BeamSearchOptions) -> list[list[Hypothesis]]:
-    """The best hypotheses of every source, best first.
-
-    At every step the `num_beams` best continuations of all beams are looked at. Those that end, with EOS or at the
-    source's cap, become hypotheses; the best `num_beams` of those without EOS go on. A source is done when no beam can
-    still come to a better score than the hypotheses to be returned: a log-probability can only fall, so that dividing
-    it by the penalty of the cap, the largest, gives a bound. What is returned is therefore what a search would return
-    that went on to the cap. With one beam, a source is done at its first hypothesis.
-
-    Raises:
-        ValueError: The model's log-probabilities are not numbers, or no token is allowed.
-    """
-    return _run(model, _BeamSearch(task, options))
-
-
-def sample(
-    model: StepModel, task: Task, options: SamplingOptions, generator: torch.Generator | None = None
+@torch.inference_mode()
+def decode(
+    model: StepModel, task: Task, options: DecodingOptions, generator: torch.Generator | None = None
 ) -> list[list[Hypothesis]]:
-    """Hypotheses drawn from the model for every source, in the order in which they were drawn.
-
-    Their log-probabilities are the model's, whatever temperature and limits they were drawn with.
+    """The hypotheses of every source: searched or drawn, as the options are.
 
     Args:
         model: Knows the sources.
         task: What to decode.
-        options: How to draw.
-        generator: Draws; PyTorch's own by default.
+        options: How.
+        generator: Draws samples; PyTorch's own by default.
 
     Raises:
-        ValueError: The model's log-probabilities are not numbers, or no token is allowed.
+        ValueError: A prefix breaks a rule, the model's log-probabilities are not numbers, or no token is allowed.
     """
-    return _run(model, _Sampling(task, options, generator))
-
-
-@torch.inference_mode()
-def _run(model: StepModel, search: "_Search") -> list[list[Hypothesis]]:
-    while True:
+    search = options.begin(task, generator)
+    while search.sources:
         parents, done = search.step(model.next_log_probs(search.tokens))
         if done.any():
             remaining = (~done).nonzero().flatten()
             search.keep(remaining)
             if not search.sources:
-                return search.results
+                break
             model.keep(remaining)
             parents = parents[remaining]
         model.reorder(parents)
+    return search.results
 
 
 class _Search:
@@ -222,6 +227,7 @@ class _Search:
     def __init__(self, task: Task, options: DecodingOptions) -> None:
         self.task, self.options = task, options
         batch, beams = len(task.source_lengths), options.num_beams
+        check_prefixes(task, options)
         self.sources = list(range(batch))
         self.results: list[list[Hypothesis]] = [[] for _ in range(batch)]
         self.length = 0
@@ -254,24 +260,33 @@ class _Search:
         return history, torch.cat((_of_beams(self.token_log_probs, parents).to(new.dtype), new), dim=-1)
 
     def allowed(self, log_probs: Tensor) -> Tensor:
-        """Log-probabilities with -inf for what options and prefixes forbid at this step."""
+        """Log-probabilities with -inf for what options forbid at this step; a prefix forbids all but its own token."""
+        free = log_probs
         if self.length <= self.options.min_length:
             eos = torch.tensor([self.task.eos_token_id], device=log_probs.device)
             log_probs = log_probs.index_fill(-1, eos, NEVER)
         if self.options.no_repeat_ngram_size:
             log_probs = without_repeated_ngrams(log_probs, self.history, self.options.no_repeat_ngram_size)
-        prefixes, place = self.task.prefixes or (), self.length - 1
-        for row, source in enumerate(self.sources if prefixes else ()):
-            if place < len(prefixes[source]):
-                word = prefixes[source][place]
-                only = torch.full_like(log_probs[row], NEVER)
-                only[:, word] = log_probs[row, :, word]
-                log_probs = log_probs.index_copy(0, torch.tensor([row], device=log_probs.device), only[None])
-        return log_probs
+        forced = self._forced_tokens()
+        if forced is None:
+            return log_probs
+        if int(forced.max()) >= log_probs.size(-1):
+            raise ValueError(f"a prefix has token {int(forced.max())}, of a vocabulary of {log_probs.size(-1)}")
+        index = forced.clamp(min=0).view(-1, 1, 1).expand(-1, log_probs.size(1), 1)
+        only = torch.full_like(free, NEVER).scatter(2, index, free.gather(2, index))
+        return torch.where((forced >= 0).view(-1, 1, 1), only, log_probs)
+
+    def _forced_tokens(self) -> Tensor | None:
+        """The token that each source's prefix has at this step, `(batch,)`, -1 where it has none; None if none has."""
+        prefixes, place = self.task.prefixes, self.length - 1
+        if prefixes is None or all(len(prefixes[source]) <= place for source in self.sources):
+            return None
+        tokens = [prefixes[source][place] if place < len(prefixes[source]) else -1 for source in self.sources]
+        return torch.tensor(tokens, device=self.tokens.device)
 
 
 class _BeamSearch(_Search):
-    """The state of `beam_search`.
+    """The state of a search; see `BeamSearchOptions`.
 
     Attributes:
         totals: The log-probability of each beam, `(batch, num_beams)`; -inf where there is none.
@@ -324,7 +339,7 @@ class _BeamSearch(_Search):
 
 
 class _Sampling(_Search):
-    """The state of `sample`.
+    """The state of sampling.
 
     Attributes:
         ended: Which hypotheses have, `(batch, num_hypotheses)`; they wait for the source's others.
@@ -371,6 +386,27 @@ def limited(log_probs: Tensor, options: SamplingOptions) -> Tensor:
         enough_before = probabilities.cumsum(dim=-1) - probabilities >= options.top_p
         log_probs = log_probs.masked_fill(enough_before.scatter(-1, order, enough_before), NEVER)
     return log_probs
+
+
+def check_prefixes(task: Task, options: DecodingOptions) -> None:
+    """Refuse prefixes that no translation could begin with.
+
+    Raises:
+        ValueError: They are not one for each source, one is longer than its source's cap lets it be, or one holds EOS
+            or what is no token.
+    """
+    if task.prefixes is None:
+        return
+    if len(task.prefixes) != len(task.source_lengths):
+        raise ValueError(f"there are {len(task.prefixes)} prefixes for {len(task.source_lengths)} sources")
+    for source, (prefix, length) in enumerate(zip(task.prefixes, task.source_lengths, strict=True)):
+        if len(prefix) >= options.cap_of(length):
+            raise ValueError(
+                f"the prefix of source {source} has {len(prefix)} tokens, and its translation at most "
+                f"{options.cap_of(length)}"
+            )
+        if task.eos_token_id in prefix or min(prefix, default=0) < 0:
+            raise ValueError(f"the prefix of source {source} holds EOS or a negative number: {list(prefix)}")
 
 
 def best_continuations(totals: Tensor, log_probs: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor]:

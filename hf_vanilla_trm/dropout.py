@@ -25,34 +25,34 @@ def dropout(inputs: Tensor, rate: float, *, training: bool = True) -> Tensor:
         return inputs
     if inputs.device.type != "cpu" or torch.compiler.is_compiling():
         return nn.functional.dropout(inputs, rate)
-    outputs: Tensor = _Dropout.apply(inputs, rate)
+    dropped = min(round(rate * LANES), LANES - 1)
+    bits = torch.empty(-(-inputs.numel() // 4), dtype=torch.int64, device="cpu").random_(-(2**63), None)
+    lanes = bits.view(torch.int16)[: inputs.numel()].view(inputs.shape)
+    outputs: Tensor = _Scale.apply(inputs, lanes >= dropped - LANES // 2, LANES / (LANES - dropped))
     return outputs
 
 
-def _kept(inputs: Tensor, dropped: int) -> Tensor:
-    """Booleans of the shape of `inputs`, each False with probability `dropped / LANES`."""
-    bits = torch.empty(-(-inputs.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
-    lanes = bits.view(torch.int16)[: inputs.numel()].view(inputs.shape)
-    return lanes >= dropped - LANES // 2
-
-
-class _Dropout(torch.autograd.Function):
-    """Keeps a byte for each element until the backward pass."""
+class _Scale(torch.autograd.Function):
+    """Zeros where a mask is False, and the inputs times a number elsewhere; it keeps a byte for each element until the
+    backward pass.
+    """
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, rate: float) -> Tensor:
-        """See `dropout`."""
-        dropped = round(rate * LANES)
-        ctx.scale = LANES / (LANES - dropped)
-        kept = _kept(inputs, dropped)
+    def forward(inputs: Tensor, kept: Tensor, scale: float) -> Tensor:
+        """Any shape, with a mask of the same."""
+        return inputs * kept.to(inputs.dtype).mul_(scale)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Keep the mask."""
+        _, kept, ctx.scale = inputs
         ctx.save_for_backward(kept)
-        return inputs * kept.to(inputs.dtype).mul_(ctx.scale)
 
     @staticmethod
-    def backward(ctx: Any, grad_outputs: Tensor) -> tuple[Tensor, None]:
-        """The gradient of what was kept."""
+    def backward(ctx: Any, grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        """The same of the gradient."""
         (kept,) = ctx.saved_tensors
-        return grad_outputs * kept.to(grad_outputs.dtype).mul_(ctx.scale), None
+        return grad_outputs * kept.to(grad_outputs.dtype).mul_(ctx.scale), None, None
 
 
 class Dropout(nn.Dropout):

@@ -82,15 +82,14 @@ class IncrementalDecoder:
             encoder_hidden_states = model.get_encoder()(input_ids=input_ids, attention_mask=attention_mask)[0]
         assert encoder_hidden_states is not None
         self.d_k = model.config.d_model // model.config.num_attention_heads
-        self.lowest = torch.finfo(encoder_hidden_states.dtype).min
         self._prepare_depths()
         self._attend_to(encoder_hidden_states, attention_mask)
         self.length = 0
         self.self_attention: list[Tensor] = []
-        batch = encoder_hidden_states.size(0)
-        self.ancestors = encoder_hidden_states.new_zeros((batch, num_beams, 0))
-        own = torch.full((num_beams, num_beams), self.lowest, dtype=self.ancestors.dtype, device=self.ancestors.device)
-        self.own_slot = own.fill_diagonal_(0.0)
+        # In the precision of the scores, which autocast may have lowered.
+        self.ancestors = self.cross.new_zeros((encoder_hidden_states.size(0), num_beams, 0))
+        self.own_slot = self.cross.new_full((num_beams, num_beams), torch.finfo(self.cross.dtype).min)
+        self.own_slot.fill_diagonal_(0.0)
 
     def _prepare_depths(self) -> None:
         scale = self.d_k**-0.5
@@ -115,8 +114,9 @@ class IncrementalDecoder:
         self.cross_mask: Tensor | None = None
         if attention_mask is not None and not bool(attention_mask.all()):
             padding = attention_mask == 0
-            self.cross_mask = torch.zeros_like(padding, dtype=self.cross.dtype).masked_fill(padding, self.lowest)
-            self.cross_mask = self.cross_mask.unsqueeze(1)  # (batch, 1, source_length)
+            lowest = torch.finfo(self.cross.dtype).min
+            mask = torch.zeros_like(padding, dtype=self.cross.dtype).masked_fill(padding, lowest)
+            self.cross_mask = mask.unsqueeze(1)  # (batch, 1, source_length)
             # To a source without a token attention gives zeros, as in the model.
             self.cross[:, padding.all(dim=1)] = 0.0
 

@@ -62,6 +62,8 @@ def scaled_dot_product_attention(
 
 VECTOR_BYTES = 64
 """Of the longest registers of a CPU."""
+ALIGNED_ROW = 8
+"""Elements of which the rows of a matrix should be multiples on an accelerator."""
 
 
 def softmax(scores: Tensor) -> Tensor:
@@ -72,7 +74,7 @@ def softmax(scores: Tensor) -> Tensor:
     further columns to fill a vector register: for shorter rows PyTorch's softmax takes ten times as long.
     """
     length = scores.size(-1)
-    lanes = VECTOR_BYTES // scores.element_size() if scores.device.type == "cpu" else 1
+    lanes = VECTOR_BYTES // scores.element_size() if scores.device.type == "cpu" else ALIGNED_ROW
     further = lanes - length % lanes
     padded = nn.functional.pad(scores, (0, further), value=torch.finfo(scores.dtype).min / 2)
     return padded.softmax(dim=-1)[..., :length]

@@ -7,7 +7,6 @@ cache, and each chunk leaves its share of the gradient behind at once: three mat
 plain computation needs, and nothing is computed twice.
 """
 
-import itertools
 from typing import Any
 
 import torch
@@ -70,12 +69,11 @@ class _ProjectedCrossEntropySum(torch.autograd.Function):
     """The chunked sum; its forward also computes the gradients, which its backward only scales.
 
     With z the logits of a target y, the loss is log sum_v exp(z_v) - (1 - eps) z_y - eps mean_v z_v, and its gradient
-    by z is softmax(z) - (1 - eps) onehot(y) - eps / V. The terms after the first are linear in z, so that they need no
-    logits: their sums and gradients come from the rows of the weight that belong to the targets, and from its mean
-    row. Over the vocabulary there is only the softmax, unnormalised: whatever has a row for each target is divided by
-    the sum in its place.
+    by z is softmax(z) - (1 - eps) onehot(y) - eps / V. The last term of each is linear in z and the same for all
+    targets: it needs no logits, but the mean row of the weight and the sum of the hidden states. The softmax stays
+    unnormalised: what has a row for each target is divided by the row's sum in its place.
 
-    The matrix products run in `dtype`; the sums in float32 or better.
+    Logits, exponentials and matrix products are in `dtype`; sums and gradients in float32 or better.
     """
 
     @staticmethod
@@ -94,16 +92,22 @@ class _ProjectedCrossEntropySum(torch.autograd.Function):
         `with_gradients` says whether there will be a backward: in here autograd is always off, and
         `ctx.needs_input_grad` goes by the tensors alone.
         """
+        sum_dtype = torch.promote_types(dtype, torch.float32)
         needed = [with_gradients and needs for needs in ctx.needs_input_grad[:3]]
-        with torch.autocast(hidden_states.device.type, enabled=False):
-            loss, gradients = _softmax_part(hidden_states, weight, bias, dtype, needed)
-            loss -= _linear_part(hidden_states, weight, bias, targets, label_smoothing, gradients)
-        # Autograd wants each gradient in its tensor's own precision.
         leaves = (hidden_states, weight, bias)
+        gradients = [
+            leaf.new_zeros(leaf.shape, dtype=sum_dtype) if needs and leaf is not None else None
+            for leaf, needs in zip(leaves, needed, strict=True)
+        ]
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            loss = _add_chunks(hidden_states, weight, bias, targets, 1 - label_smoothing, dtype, gradients)
+            if label_smoothing:
+                loss -= label_smoothing * _take_mean_logits(hidden_states, weight, bias, label_smoothing, gradients)
+        # Autograd wants each gradient in its tensor's own precision.
         ctx.save_for_backward(
             *(
-                None if g is None or leaf is None else g.to(leaf.dtype)
-                for g, leaf in zip(gradients, leaves, strict=True)
+                None if gradient is None or leaf is None else gradient.to(leaf.dtype)
+                for gradient, leaf in zip(gradients, leaves, strict=True)
             )
         )
         return loss
@@ -117,76 +121,70 @@ class _ProjectedCrossEntropySum(torch.autograd.Function):
         return (*gradients, None, None, None, None)
 
 
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+Gradients = list[Tensor | None]
 """By the hidden states, the weight and the bias; None where it is not needed."""
 
 
-def _softmax_part(
-    hidden_states: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, needed: list[bool]
-) -> tuple[Tensor, Gradients]:
-    """The sum over targets of log sum_v exp(z_v), and its gradients, in chunks of the logits."""
-    device, sum_dtype = hidden_states.device.type, torch.promote_types(dtype, torch.float32)
-    grad_hidden = hidden_states.new_empty(hidden_states.shape, dtype=sum_dtype) if needed[0] else None
-    grad_weight = weight.new_zeros(weight.shape, dtype=sum_dtype) if needed[1] else None
-    grad_bias = weight.new_zeros(weight.size(0), dtype=sum_dtype) if needed[2] else None
-    loss = hidden_states.new_zeros((), dtype=sum_dtype)
-    rows = max(1, CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["cuda"]) // weight.size(0))
-    projection = weight.to(dtype)
-    buffer = projection.new_empty(min(rows, len(hidden_states)), weight.size(0))  # memory that is new has to be cleared
-    for hidden, grad_chunk in zip(
-        hidden_states.to(dtype).split(rows),
-        itertools.repeat(None) if grad_hidden is None else grad_hidden.split(rows),
-        strict=False,
-    ):
-        logits = torch.mm(hidden, projection.t(), out=buffer[: len(hidden)])  # (rows, vocab_size)
-        if bias is not None:
-            logits += bias.to(dtype)
-        highest = logits.amax(dim=-1, keepdim=True)
-        exponentials = logits.sub_(highest).exp_()
-        total = exponentials.sum(dim=-1, keepdim=True, dtype=sum_dtype)
-        loss += (highest.to(sum_dtype) + total.log()).sum()
-        if dtype == torch.float16:  # sums over the vocabulary might leave its range
-            exponentials /= total
-            total = torch.ones_like(total)
-        if grad_chunk is not None:
-            torch.div(exponentials @ projection, total, out=grad_chunk)
-        if grad_weight is not None:
-            over_total = (hidden / total).to(dtype)
-            if dtype == sum_dtype:
-                torch.addmm(grad_weight, exponentials.t(), over_total, out=grad_weight)
-            else:
-                grad_weight += exponentials.t() @ over_total
-        if grad_bias is not None:
-            grad_bias += (exponentials / total).sum(dim=0)
-    return loss, (grad_hidden, grad_weight, grad_bias)
-
-
-def _linear_part(
+def _add_chunks(
     hidden_states: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     targets: Tensor,
-    label_smoothing: float,
+    certain: float,
+    dtype: torch.dtype,
     gradients: Gradients,
 ) -> Tensor:
-    """The sum over targets of (1 - eps) z_y + eps mean_v z_v; its gradients are taken from `gradients`."""
+    """The sum over targets of log sum_v exp(z_v) - certain * z_y, with its gradients added to `gradients`."""
     grad_hidden, grad_weight, grad_bias = gradients
-    certain, sum_dtype = 1 - label_smoothing, torch.promote_types(hidden_states.dtype, torch.float32)
-    hidden_states = hidden_states.to(sum_dtype)
-    # The row of the weight whose product with the hidden state is the linear part.
-    mixed = certain * weight[targets].to(sum_dtype)
-    if label_smoothing:
-        mixed += label_smoothing * weight.mean(dim=0, dtype=sum_dtype)
-    total = (hidden_states * mixed).sum()
-    counts = targets.bincount(minlength=weight.size(0)).to(sum_dtype) if bias is not None else None
-    if bias is not None and counts is not None:
-        total += certain * (counts @ bias.to(sum_dtype)) + label_smoothing * len(targets) * bias.mean(dtype=sum_dtype)
+    device, sum_dtype = hidden_states.device.type, torch.promote_types(dtype, torch.float32)
+    loss = hidden_states.new_zeros((), dtype=sum_dtype)
+    rows = max(1, CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["cuda"]) // weight.size(0))
+    projection = weight.to(dtype)
+    buffer = projection.new_empty(min(rows, len(targets)), weight.size(0))  # memory that is new has to be cleared
+    for start in range(0, len(targets), rows):
+        hidden, target = hidden_states[start : start + rows].to(dtype), targets[start : start + rows].unsqueeze(1)
+        logits = torch.mm(hidden, projection.t(), out=buffer[: len(hidden)])  # (rows, vocab_size)
+        if bias is not None:
+            logits += bias.to(dtype)
+        loss -= certain * logits.gather(1, target).sum(dtype=sum_dtype)
+        highest = logits.amax(dim=1, keepdim=True)
+        exponentials = logits.sub_(highest).exp_()
+        total = exponentials.sum(dim=1, keepdim=True, dtype=sum_dtype)
+        loss += (highest.to(sum_dtype) + total.log()).sum()
+        if grad_hidden is None and grad_weight is None and grad_bias is None:
+            continue
+        if dtype == torch.float16:  # sums over the vocabulary might leave its range
+            exponentials /= total
+            total = torch.ones_like(total)
+        difference = exponentials.gather(1, target) - certain * total  # in `sum_dtype`: both may be close to each other
+        by_logits = exponentials.scatter_(1, target, difference.to(dtype))  # times `total`
+        if grad_hidden is not None:
+            grad_hidden[start : start + rows] = (by_logits @ projection) / total
+        if grad_weight is not None:
+            over_total = (hidden / total).to(dtype)
+            if dtype == grad_weight.dtype:
+                torch.addmm(grad_weight, by_logits.t(), over_total, out=grad_weight)
+            else:
+                grad_weight += by_logits.t() @ over_total
+        if grad_bias is not None:
+            grad_bias += (by_logits / total).sum(dim=0)
+    return loss
+
+
+def _take_mean_logits(
+    hidden_states: Tensor, weight: Tensor, bias: Tensor | None, label_smoothing: float, gradients: Gradients
+) -> Tensor:
+    """The sum over targets of mean_v z_v; `label_smoothing` times its gradients are taken from `gradients`."""
+    grad_hidden, grad_weight, grad_bias = gradients
+    sum_dtype = torch.promote_types(hidden_states.dtype, torch.float32)
+    mean_row, hidden_sum = weight.mean(dim=0, dtype=sum_dtype), hidden_states.sum(dim=0, dtype=sum_dtype)
+    total = hidden_sum @ mean_row
+    if bias is not None:
+        total += len(hidden_states) * bias.mean(dtype=sum_dtype)
     if grad_hidden is not None:
-        grad_hidden -= mixed
+        grad_hidden -= label_smoothing * mean_row
     if grad_weight is not None:
-        grad_weight.index_add_(0, targets, hidden_states.to(grad_weight.dtype), alpha=-certain)
-        if label_smoothing:
-            grad_weight -= hidden_states.sum(dim=0) * (label_smoothing / weight.size(0))
-    if grad_bias is not None and counts is not None:
-        grad_bias -= certain * counts + label_smoothing * len(targets) / weight.size(0)
+        grad_weight -= label_smoothing / weight.size(0) * hidden_sum
+    if grad_bias is not None:
+        grad_bias -= label_smoothing / weight.size(0) * len(hidden_states)
     return total

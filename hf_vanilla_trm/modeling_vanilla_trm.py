@@ -858,32 +858,57 @@ class VanillaTrmForConditionalGeneration(VanillaTrmPreTrainedModel, GenerationMi
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
-        options: BeamSearchOptions | SamplingOptions | None = None,
         *,
         prefixes: Sequence[Sequence[int]] | None = None,
         ensemble: Sequence[Any] = (),
-        generator: torch.Generator | None = None,
+        **options: Any,
     ) -> list[list[Hypothesis]]:
-        """Translate by the paper's beam search (section 6.1), or by sampling, several times faster than `generate`.
+        """Translate by the paper's beam search (section 6.1), in a loop of our own; `generate` has others.
 
         Args:
             input_ids: `(batch, source_length)`. Source tokens.
             attention_mask: `(batch, source_length)`. 1 for tokens, 0 for padding; all are tokens where it is None.
-            options: How to search or to draw; by default the paper's beam of 4 with alpha 0.6.
             prefixes: For each source the tokens with which its translation must begin.
             ensemble: Further models with the same vocabularies; the mean of all probabilities is what is searched.
-            generator: Draws samples.
+            **options: Fields of `BeamSearchOptions`, with its defaults: the paper's beam of 4 and alpha of 0.6.
 
         Returns:
-            For each source its hypotheses: the best first, or as they were drawn.
+            For each source its hypotheses, the best first.
 
         Raises:
-            ValueError: A model is in training mode or has another vocabulary, the config lacks a start or EOS token, or
-                the outputs are not finite.
+            ValueError: A model is in training mode, is not on one device as a whole, or differs from the others; the
+                config lacks a start or EOS token; an option or a prefix breaks a rule; or outputs are not finite.
         """
-        options = BeamSearchOptions() if options is None else options
-        models = (self, *ensemble)
-        return search(models, input_ids, attention_mask, options, prefixes=prefixes, generator=generator)
+        return search((self, *ensemble), input_ids, attention_mask, BeamSearchOptions(**options), prefixes=prefixes)
+
+    def sample(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        prefixes: Sequence[Sequence[int]] | None = None,
+        ensemble: Sequence[Any] = (),
+        generator: torch.Generator | None = None,
+        **options: Any,
+    ) -> list[list[Hypothesis]]:
+        """Draw translations.
+
+        Args:
+            input_ids: `(batch, source_length)`. Source tokens.
+            attention_mask: `(batch, source_length)`. 1 for tokens, 0 for padding; all are tokens where it is None.
+            prefixes: As for `search`.
+            ensemble: As for `search`.
+            generator: Draws; PyTorch's own by default.
+            **options: Fields of `SamplingOptions`.
+
+        Returns:
+            For each source its hypotheses, as they were drawn.
+
+        Raises:
+            ValueError: As for `search`.
+        """
+        models, limits = (self, *ensemble), SamplingOptions(**options)
+        return search(models, input_ids, attention_mask, limits, prefixes=prefixes, generator=generator)
 
     @can_return_tuple
     @deprecate_kwarg("past_key_values", version="5.40.0", new_name="cache")

@@ -5,10 +5,16 @@ import math
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    NoRepeatNGramLogitsProcessor,
+    StoppingCriteriaList,
+)
 
-from hf_vanilla_trm.decoding import BeamSearchOptions, Hypothesis, SamplingOptions, Task, beam_search, sample
-from hf_vanilla_trm.generation import custom_generate
+from hf_vanilla_trm.decoding import BeamSearchOptions, Hypothesis, SamplingOptions, Task, decode
+from hf_vanilla_trm.generation import custom_generate, search
 from hf_vanilla_trm.incremental import IncrementalDecoder
 from tests.conftest import tiny_model
 
@@ -75,7 +81,7 @@ def test_with_enough_beams_the_search_finds_the_best_of_all_sequences_in_order(a
     function = random_log_probs(vocab_size)
     options = BeamSearchOptions(num_beams=beams, alpha=alpha, max_length_b=1, num_hypotheses=7, min_length=min_length)
     model = Scripted(function, len(lengths), beams, vocab_size)
-    results = beam_search(model, Task(lengths, START, EOS), options)
+    results = decode(model, Task(lengths, START, EOS), options)
     for sentence, (found, length) in enumerate(zip(results, lengths, strict=True)):
         expected = all_hypotheses(function, sentence, vocab_size, length + 1, alpha, min_length)[:7]
         assert [hypothesis.tokens for hypothesis in found] == [hypothesis.tokens for hypothesis in expected]
@@ -100,7 +106,7 @@ VARIANTS = {
 def searched(model, batch, options, **changes):
     decoder = IncrementalDecoder(model, batch["input_ids"], batch["attention_mask"], num_beams=options.num_beams)
     lengths = batch["attention_mask"].sum(1).tolist()
-    return beam_search(decoder, Task(lengths, START, EOS, **changes), options)
+    return decode(decoder, Task(lengths, START, EOS, **changes), options)
 
 
 def padded_row(tokens, width):
@@ -139,7 +145,7 @@ def test_a_score_is_its_tokens_log_probability_over_the_stated_penalty(batch):
     model = tiny_model(seed=3, decoder_start_token_id=START)
     for alpha in (0.0, 0.6, 1.0):
         options = BeamSearchOptions(alpha=alpha, max_length_b=2, num_hypotheses=4)
-        for source, found in enumerate(model.search(batch["input_ids"], batch["attention_mask"], options)):
+        for source, found in enumerate(search([model], batch["input_ids"], batch["attention_mask"], options)):
             scores = [hypothesis.score for hypothesis in found]
             assert scores == sorted(scores, reverse=True)
             for tokens, score, token_log_probs in found:
@@ -166,7 +172,7 @@ def test_a_longer_hypothesis_found_later_wins_by_the_penalty_alone():
 
     def best(alpha, number=1):
         options = BeamSearchOptions(num_beams=5, alpha=alpha, num_hypotheses=number)
-        return beam_search(Scripted(function, 1, 5, 5), Task([3], START, EOS), options)[0]
+        return decode(Scripted(function, 1, 5, 5), Task([3], START, EOS), options)[0]
 
     assert best(0.0)[0].tokens == [EOS]
     for alpha in (0.6, 1.0):
@@ -189,7 +195,7 @@ def test_stopping_early_returns_what_going_on_to_the_cap_returns(number):
 
     model = Scripted(function, 8, beams, vocab_size)
     options = BeamSearchOptions(num_beams=beams, alpha=alpha, max_length_a=0, max_length_b=cap, num_hypotheses=number)
-    results = beam_search(model, Task([1] * 8, START, EOS), options)
+    results = decode(model, Task([1] * 8, START, EOS), options)
     for sentence in range(8):
         live, ended = [((), 0.0)], []
         for length in range(1, cap + 1):
@@ -212,7 +218,7 @@ def test_every_source_has_a_cap_of_its_own():
         return [-1.0, -1.5, -60.0, -2.0]
 
     options = BeamSearchOptions(num_beams=2, max_length_a=2, max_length_b=1)
-    results = beam_search(Scripted(never_ending, 3, 2, 4), Task([1, 4, 2], START, EOS), options)
+    results = decode(Scripted(never_ending, 3, 2, 4), Task([1, 4, 2], START, EOS), options)
     assert [len(found[0].tokens) for found in results] == [3, 9, 5]
 
 
@@ -220,9 +226,9 @@ def test_every_source_has_a_cap_of_its_own():
 def test_a_sources_translation_depends_on_no_batch_mate(batch, dtype):
     model = tiny_model(seed=3, decoder_start_token_id=START).to(dtype)
     options = BeamSearchOptions(num_beams=3, max_length_b=6, num_hypotheses=3)
-    together = model.search(batch["input_ids"], batch["attention_mask"], options)
+    together = search([model], batch["input_ids"], batch["attention_mask"], options)
     for source, length in enumerate((7, 4, 6)):
-        (alone,) = model.search(batch["input_ids"][source : source + 1, :length], None, options)
+        (alone,) = search([model], batch["input_ids"][source : source + 1, :length], None, options)
         assert [hypothesis.tokens for hypothesis in alone] == [hypothesis.tokens for hypothesis in together[source]]
         for own, other in zip(alone, together[source], strict=True):
             assert own.score == pytest.approx(other.score, abs=1e-12 if dtype == torch.float64 else 1e-5)
@@ -240,9 +246,9 @@ def test_a_source_without_a_token_is_decoded_as_the_model_does(batch):
 def test_a_translation_begins_with_its_prefix_and_goes_on_as_the_model_would(batch):
     model = tiny_model(seed=3, decoder_start_token_id=START)
     options = BeamSearchOptions(num_beams=3, max_length_b=4)
-    free = model.search(batch["input_ids"], batch["attention_mask"], options)
+    free = search([model], batch["input_ids"], batch["attention_mask"], options)
     prefixes = [free[0][0].tokens[:2], [], [9, 5, 9]]
-    forced = model.search(batch["input_ids"], batch["attention_mask"], options, prefixes=prefixes)
+    forced = search([model], batch["input_ids"], batch["attention_mask"], options, prefixes=prefixes)
     assert forced[0][0].tokens == free[0][0].tokens
     assert forced[1] == free[1]
     assert forced[2][0].tokens[:3] == [9, 5, 9]
@@ -257,7 +263,7 @@ def test_no_ngram_comes_twice(batch):
     repeated = 0
     for size in (0, 1, 2):
         options = BeamSearchOptions(num_beams=3, max_length_b=11, num_hypotheses=3, no_repeat_ngram_size=size)
-        for found in model.search(batch["input_ids"], batch["attention_mask"], options):
+        for found in search([model], batch["input_ids"], batch["attention_mask"], options):
             for hypothesis in found:
                 width = size or 2
                 ngrams = [tuple(hypothesis.tokens[i : i + width]) for i in range(len(hypothesis.tokens) - width + 1)]
@@ -276,7 +282,7 @@ def test_samples_come_with_the_models_frequencies():
         limits = SamplingOptions(num_hypotheses=20_000, max_length_a=0, max_length_b=1, **options)
         generator = torch.Generator().manual_seed(0)
         model = Scripted(lambda sentence, past: log_probs, 1, limits.num_beams, 4)
-        (found,) = sample(model, Task([1], START, EOS), limits, generator)
+        (found,) = decode(model, Task([1], START, EOS), limits, generator)
         assert {hypothesis.token_log_probs[0] for hypothesis in found} <= set(log_probs)
         counts = torch.tensor([hypothesis.tokens[0] for hypothesis in found]).bincount(minlength=4)
         return (counts / counts.sum()).tolist()
@@ -299,7 +305,7 @@ def test_the_same_seed_draws_the_same_samples_and_samples_differ(batch):
 
     def drawn(seed):
         generator = torch.Generator().manual_seed(seed)
-        return model.search(batch["input_ids"], batch["attention_mask"], options, generator=generator)
+        return search([model], batch["input_ids"], batch["attention_mask"], options, generator=generator)
 
     assert drawn(1) == drawn(1) != drawn(2)
     for found in drawn(1):
@@ -312,15 +318,15 @@ def test_an_ensemble_searches_the_mean_of_its_members_probabilities(batch):
     models = [tiny_model(seed=seed, decoder_start_token_id=START) for seed in (3, 4)]
     ids, mask = batch["input_ids"], batch["attention_mask"]
     options = BeamSearchOptions(num_beams=3, max_length_b=4)
-    found = models[0].search(ids, mask, options, ensemble=models[1:])
+    found = search(models, ids, mask, options)
     for source, ((tokens, _, token_log_probs),) in enumerate(found):
         row = slice(source, source + 1)
         inputs = torch.tensor([[START, *tokens[:-1]]])
         mean = sum(model(ids[row], mask[row], inputs).logits[0].softmax(-1) for model in models) / 2
         expected = mean.log().gather(1, torch.tensor(tokens)[:, None])[:, 0]
         assert token_log_probs == pytest.approx(expected.tolist(), abs=1e-5)
-    twice = models[0].search(ids, mask, options, ensemble=models[:1])
-    alone = models[0].search(ids, mask, options)
+    twice = search([models[0]] * 2, ids, mask, options)
+    alone = search(models[:1], ids, mask, options)
     assert [found[0].tokens for found in twice] == [found[0].tokens for found in alone]
 
 
@@ -334,6 +340,8 @@ def test_an_ensemble_searches_the_mean_of_its_members_probabilities(batch):
         (lambda: SamplingOptions(temperature=0), r"temperature \(0\) must be more than 0"),
         (lambda: SamplingOptions(top_p=0), r"top_p \(0\) must be more than 0 and at most 1"),
         (lambda: SamplingOptions(num_hypotheses=0), r"num_hypotheses \(0\) must be at least 1"),
+        (lambda: BeamSearchOptions(max_length_a=float("inf")), r"max_length_a \(inf\) must be at least 0, and finite"),
+        (lambda: BeamSearchOptions(max_length=3, min_length=3), r"max_length \(3\) must be more than min_length \(3\)"),
     ],
 )
 def test_options_out_of_range_are_refused(options, message):
@@ -346,7 +354,7 @@ def test_a_model_that_cannot_translate_says_why(batch):
     with pytest.raises(ValueError, match="in training mode"):
         model.train().search(batch["input_ids"])
     with pytest.raises(ValueError, match="same vocabularies"):
-        model.eval().search(batch["input_ids"], ensemble=[tiny_model(vocab_size=21)])
+        model.eval().search(batch["input_ids"], ensemble=[tiny_model(vocab_size=21, decoder_start_token_id=START)])
     with torch.no_grad():
         model.lm_head.weight[4] = float("nan")
     with pytest.raises(ValueError, match="not finite"):
@@ -405,7 +413,7 @@ def test_the_length_penalty_of_the_generation_config_is_the_papers_alpha(batch):
         **COMMON | {"max_new_tokens": 40},
     )
     options = BeamSearchOptions(num_beams=3, alpha=0.6, max_length_a=1.0, max_length_b=2)
-    found = model.search(batch["input_ids"], batch["attention_mask"], options)
+    found = search([model], batch["input_ids"], batch["attention_mask"], options)
     width = ours.sequences.size(1)
     assert ours.sequences.tolist() == [padded_row(hypotheses[0].tokens, width) for hypotheses in found]
     assert ours.sequences_scores.tolist() == pytest.approx([hypotheses[0].score for hypotheses in found], abs=1e-6)
@@ -418,8 +426,8 @@ def test_generate_samples_with_our_loop_too(batch):
     ours = model.generate(batch["input_ids"], **given, custom_generate=custom_generate)
     assert ours.shape[0] == 12
     torch.manual_seed(0)
-    options = SamplingOptions(num_hypotheses=4, top_k=3, max_length=5, max_length_b=50)
-    found = model.search(batch["input_ids"], None, options)
+    options = SamplingOptions(num_hypotheses=4, top_k=3, max_length_a=0, max_length_b=5)
+    found = search([model], batch["input_ids"], None, options)
     assert ours.tolist() == [padded_row(one.tokens, ours.size(1)) for of_source in found for one in of_source]
 
 
@@ -428,3 +436,91 @@ def test_what_our_loop_cannot_do_is_refused_by_name(batch):
     given = {"max_new_tokens": 5, "custom_generate": custom_generate}
     with pytest.raises(ValueError, match="custom_generate cannot do what RepetitionPenaltyLogitsProcessor stands for"):
         model.generate(batch["input_ids"], **given, repetition_penalty=1.3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, "autocast"])
+def test_half_precision_finds_what_full_precision_scores_as_well(batch, dtype):
+    """With padding and a source without a token; scores as full precision gives them to the same tokens."""
+    model = tiny_model(seed=3, decoder_start_token_id=START)
+    batch["attention_mask"][1] = 0
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    if dtype == "autocast":
+        with torch.autocast("cpu", torch.bfloat16):
+            found = model.search(ids, mask, max_length_b=4)
+    else:
+        found = tiny_model(seed=3, decoder_start_token_id=START).to(dtype).search(ids, mask, max_length_b=4)
+    for source, ((tokens, _, token_log_probs),) in enumerate(found):
+        row = slice(source, source + 1)
+        with torch.no_grad():
+            logits = model(ids[row], mask[row], torch.tensor([[START, *tokens[:-1]]])).logits[0]
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        assert token_log_probs == pytest.approx(expected.tolist(), abs=0.15)
+
+
+@pytest.mark.parametrize(
+    ("prefixes", "message"),
+    [
+        ([[5]], "there are 1 prefixes for 3 sources"),
+        ([[5], [], [9] * 30], r"the prefix of source 2 has 30 tokens, and its translation at most 9"),
+        ([[5], [7, EOS], []], r"the prefix of source 1 holds EOS or a negative number: \[7, 2\]"),
+        ([[-1], [], []], r"the prefix of source 0 holds EOS or a negative number: \[-1\]"),
+        ([[], [], [20]], r"a prefix has token 20, of a vocabulary of 20"),
+    ],
+)
+def test_a_prefix_with_which_nothing_can_begin_is_refused(batch, prefixes, message):
+    model = tiny_model(decoder_start_token_id=START)
+    with pytest.raises(ValueError, match=message):
+        model.search(batch["input_ids"], batch["attention_mask"], prefixes=prefixes, max_length_b=3)
+
+
+def test_rules_for_what_is_found_do_not_hold_for_what_is_given(batch):
+    model = tiny_model(seed=3, decoder_start_token_id=START)
+    options = {"no_repeat_ngram_size": 1, "max_length_b": 4}
+    found = model.search(batch["input_ids"], batch["attention_mask"], prefixes=[[9, 9, 9]] * 3, **options)
+    assert all(hypothesis.tokens[:3] == [9, 9, 9] for (hypothesis,) in found)
+    assert all(9 not in hypothesis.tokens[3:] for (hypothesis,) in found)
+
+
+def test_a_batch_of_nothing_has_no_translations():
+    model = tiny_model(decoder_start_token_id=START)
+    assert model.search(torch.zeros((0, 4), dtype=torch.long)) == []
+    assert decode(Scripted(None, 0, 4, 5), Task([], START, EOS), BeamSearchOptions()) == []
+
+
+def test_what_generate_returns_can_be_trained_on(batch):
+    model = tiny_model(seed=3, decoder_start_token_id=START)
+    drawn = model.generate(batch["input_ids"], max_new_tokens=5, custom_generate=custom_generate)
+    model.train()(batch["input_ids"], labels=drawn[:, 1:]).loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"do_sample": True, "num_beams": 2}, "cannot do beam_sample"),
+        ({"eos_token_id": [2, 3]}, r"needs one EOS token \(\[2, 3\]\)"),
+        ({"logits_processor": LogitsProcessorList([NoRepeatNGramLogitsProcessor(3)])}, "NoRepeatNGramLogitsProcessor"),
+        ({"stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(3)])}, "MaxLengthCriteria"),
+    ],
+    ids=["beam sampling", "two EOS", "a processor", "a criterion"],
+)
+def test_what_a_caller_adds_is_refused_and_not_left_out(batch, given, message):
+    model = tiny_model(decoder_start_token_id=START)
+    with pytest.raises(ValueError, match=message):
+        model.generate(batch["input_ids"], max_new_tokens=8, custom_generate=custom_generate, **given)
+
+
+def test_the_special_tokens_of_the_call_count(batch):
+    model = tiny_model(seed=3, decoder_start_token_id=START)
+    (first, *_), *_ = (hypotheses[0].tokens for hypotheses in model.search(batch["input_ids"], num_beams=1))
+    ended = model.generate(
+        batch["input_ids"], max_new_tokens=8, eos_token_id=first, pad_token_id=7, custom_generate=custom_generate
+    )
+    assert ended[0, 1] == first
+    assert (ended[0, 2:] == 7).all()
+
+
+def test_a_model_in_parts_is_refused(batch):
+    model = tiny_model(decoder_start_token_id=START)
+    model.lm_head.weight = torch.nn.Parameter(torch.empty(20, 16, device="meta"))
+    with pytest.raises(ValueError, match=r"must be on one device as a whole, not on \['cpu', 'meta'\]"):
+        model.search(batch["input_ids"])

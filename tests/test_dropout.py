@@ -49,3 +49,18 @@ def test_without_training_or_rate_nothing_is_dropped_and_nothing_drawn():
     assert Dropout(0.5).eval()(inputs) is inputs
     assert torch.equal(torch.get_rng_state(), state)
     assert Dropout(0.5)(torch.ones(100)).count_nonzero() < 100
+
+
+def test_a_rate_close_to_one_keeps_almost_nothing():
+    torch.manual_seed(0)
+    outputs = dropout(torch.ones(1_000_000), 1 - 1e-7)
+    assert outputs.isfinite().all()
+    assert outputs.count_nonzero() < 100
+
+
+def test_gradients_of_functions_can_be_taken_through_it():
+    inputs = torch.randn(5)
+    torch.manual_seed(0)
+    expected = dropout(torch.ones(5), 0.5)
+    torch.manual_seed(0)
+    assert torch.equal(torch.func.grad(lambda values: dropout(values, 0.5).sum())(inputs), expected)

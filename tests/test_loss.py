@@ -190,3 +190,40 @@ def test_in_half_precision_the_gradients_stay_close_to_those_of_full_precision(d
 
     for half, full in zip(results(dtype), results(torch.float32), strict=True):
         assert float((half.float() - full).norm() / full.norm()) < 0.01
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_half_precision_the_loss_of_sure_and_right_predictions_is_small_and_so_are_its_gradients(
+    dtype, label_smoothing
+):
+    """Targets with a probability of 0.999 and more: what is subtracted from each other are almost equal numbers.
+
+    The other side is double precision with the same, rounded numbers.
+    """
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(50, 16, generator=generator).to(dtype)
+    labels = torch.arange(40)[None]
+    hidden = (weight[labels] + 0.1 * torch.randn(1, 40, 16, generator=generator)).to(dtype)
+
+    def results(dtype):
+        leaves = [hidden.detach().to(dtype).requires_grad_(), weight.detach().to(dtype).requires_grad_()]
+        if dtype == torch.float64:
+            logits = torch.nn.functional.linear(*leaves)[0]
+            loss = torch.nn.functional.cross_entropy(
+                logits, labels[0], reduction="sum", label_smoothing=label_smoothing
+            )
+        else:
+            loss = projected_cross_entropy_sum(*leaves, None, labels, label_smoothing=label_smoothing)
+        return loss, *(gradient.double() for gradient in torch.autograd.grad(loss, leaves))
+
+    for half, full in zip(results(dtype), results(torch.float64), strict=True):
+        assert float((half.double() - full).norm()) < 0.05 * float(full.norm()) + 0.02
+    assert results(dtype)[0] >= 0
+
+
+def test_a_label_outside_of_the_vocabulary_is_no_target():
+    hidden_states, weight, _, labels = inputs(bias=False)
+    labels[0, 0] = -1
+    with pytest.raises((IndexError, RuntimeError)):
+        projected_cross_entropy_sum(hidden_states.detach(), weight.detach(), None, labels)

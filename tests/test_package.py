@@ -37,7 +37,7 @@ ALLOWED = {
         "projections",
     },
     "sharing": {"modeling_vanilla_trm"},
-    "__init__": {"configuration_vanilla_trm", "decoding", "generation", "modeling_vanilla_trm", "sharing"},
+    "__init__": {"configuration_vanilla_trm", "generation", "modeling_vanilla_trm", "sharing"},
 }
 
 

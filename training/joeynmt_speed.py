@@ -37,10 +37,11 @@ def joeynmt_speed(
         data: Arguments of training.train that name the training data.
         folder: For its files.
         updates: Updates to train.
-        batch_tokens: Padded target tokens of a batch.
+        batch_tokens: Budget of a batch: its sentences times its longest, source or target. JoeyNMT fills it in the
+            order of the shuffled data, whatever the lengths.
 
     Raises:
-        RuntimeError: If it did not train; the message says what it printed last.
+        RuntimeError: If it did not train to the end; the message says what it printed last.
     """
     folder = folder.resolve()
     shutil.rmtree(folder, ignore_errors=True)
@@ -57,17 +58,17 @@ def joeynmt_speed(
         check=False,
     )
     (folder / "output.txt").write_text(process.stdout)
-    return speed_of(process.stdout.splitlines())
+    return speed_of(process.stdout.splitlines(), process.returncode)
 
 
-def speed_of(output: Sequence[str]) -> float:
+def speed_of(output: Sequence[str], exit_code: int = 0) -> float:
     """Return the median of the speeds that JoeyNMT printed, without the first, which is that of a cold start.
 
     Raises:
-        RuntimeError: If it printed fewer than two.
+        RuntimeError: If it failed, or printed fewer than two.
     """
     speeds = [float(match[1]) for line in output if (match := SPEED.search(line))]
-    if len(speeds) < 2:
+    if exit_code or len(speeds) < 2:
         raise RuntimeError("JoeyNMT did not train; its last lines:\n" + "\n".join(output[-15:]))
     return statistics.median(speeds[1:])
 

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 import transformers
 
-from hf_vanilla_trm import VanillaTrmConfig, VanillaTrmForConditionalGeneration
 from training.objective import Batch
-from training.peers import our_loss
+from training.peers import build_ours, our_loss
 from training.step_speed import MODES, SIZES, seconds_in_turn, step_of
 
 
@@ -70,8 +69,7 @@ def compare_modes(size: str, vocab_size: int, sentences: int, length: int, round
     steps, files = {}, {}
     for mode in MODES:
         torch.manual_seed(0)
-        config = VanillaTrmConfig(vocab_size=vocab_size, parameter_sharing=mode, **SIZES[size])
-        model = VanillaTrmForConditionalGeneration(config).train()
+        model = build_ours(SIZES[size], vocab_size, parameter_sharing=mode)
         with tempfile.TemporaryDirectory() as folder:
             model.save_pretrained(folder)
             files[mode] = (Path(folder) / "model.safetensors").stat().st_size

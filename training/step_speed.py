@@ -56,7 +56,7 @@ def seconds_in_turn(
     """Return for each step the seconds of every round, a round being a step of each batch; the first one is not timed.
 
     Args:
-        steps: By name. They are made in turn with every batch, each of them first as often as the others.
+        steps: By name. They are made in turn with every batch; which of them is first changes every time.
         batches: Of one round.
         rounds: Rounds that are timed.
         between: Called after every round.
@@ -66,10 +66,10 @@ def seconds_in_turn(
         step(max(batches, key=lambda batch: batch["labels"].numel()))
     times: dict[str, list[float]] = {name: [] for name in steps}
     with tqdm(total=rounds * len(batches) * len(steps), desc="Measuring", unit="step", leave=False) as bar:
-        for _ in range(rounds):
+        for turn in range(rounds):
             seconds = dict.fromkeys(steps, 0.0)
             for number, batch in enumerate(batches):
-                first = number % len(names)
+                first = (turn * len(batches) + number) % len(names)
                 for name in (*names[first:], *names[:first]):
                     started = time.perf_counter()
                     steps[name](batch)

@@ -31,7 +31,7 @@ from training.batching import PairCollator, TokenBatchSampler
 from training.data import Limits, load_pairs, sequence_lengths, tokenize_pairs
 from training.joeynmt_speed import joeynmt_speed
 from training.loop_speed import compare_loop
-from training.memory import peak_memory, return_large_blocks
+from training.memory import LARGE, peak_memory, return_large_blocks
 from training.objective import Batch
 from training.peers import FIRST_WORD, MARIAN, PAD, PEERS, System, our_systems
 from training.run_log import write_json
@@ -202,18 +202,33 @@ def compare_steps(
     del steps
     largest = max(batches, key=lambda batch: batch["labels"].numel())
     rest = (modes, size, vocab_size, precision, largest)
-    peaks = {name: in_own_process(peak_of_step, name, *rest) for name in systems}
-    for row in rows:
-        row["peak_memory_bytes"] = peaks[row["system"]]
-        row["memory_ratio"] = peaks[row["system"]] / peaks[reference]
+    matters = 4 * largest["labels"].numel() * SIZES[size]["d_model"] >= LARGE
+    for field, returning in (("peak_memory", False), ("peak_memory_returning", True)):
+        if matters or not returning:
+            peaks = {name: in_own_process(peak_of_step, name, *rest, returning=returning) for name in systems}
+        for row in rows:
+            row[f"{field}_bytes"] = peaks[row["system"]]
+            row[f"{field}_ratio"] = peaks[row["system"]] / peaks[reference]
     return rows
 
 
-def peak_of_step(name: str, modes: tuple[str, ...], size: str, vocab_size: int, precision: str, batch: Batch) -> int:
-    """Return the peak of resident memory, in bytes, of this process after three steps of one system."""
-    system = systems_of(modes)[name]
-    if name not in PEERS:  # as training.train does it
+def peak_of_step(
+    name: str,
+    modes: tuple[str, ...],
+    size: str,
+    vocab_size: int,
+    precision: str,
+    batch: Batch,
+    *,
+    returning: bool = False,
+) -> int:
+    """Return the peak of resident memory, in bytes, of this process after three steps of one system.
+
+    With `returning`, the process gives large blocks back where training.train would; see `return_large_blocks`.
+    """
+    if returning:
         return_large_blocks(4 * batch["labels"].numel() * SIZES[size]["d_model"])
+    system = systems_of(modes)[name]
     step = step_of(system.build(SIZES[size], vocab_size), system.loss, precision)
     for _ in range(3):
         step(batch)
@@ -223,25 +238,27 @@ def peak_of_step(name: str, modes: tuple[str, ...], size: str, vocab_size: int, 
 def step_table(rows: Sequence[Row]) -> str:
     """Return the steps' rows of one size, vocabulary and precision in Markdown."""
     first = rows[0]
+    reference = first["reference"]
     lines = [
         f"{first['size']}, {first['vocab_size']:,} words, {first['precision']}; matrix products "
         f"{first['matrix_gflops']:.0f} GFLOP/s",
         "",
-        f"| system | target tokens/s | times {first['reference']} (lowest, highest) | useful GFLOP/s | of the matrix "
-        f"rate | peak memory, MB | times {first['reference']} |",
-        "|---|---|---|---|---|---|---|",
+        f"| system | target tokens/s | times {reference} (lowest, highest) | useful GFLOP/s | of the matrix rate | "
+        f"peak memory, MB | times {reference} | returning large blocks, MB | times {reference} |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         lines.append(
             f"| {row['system']} | {row['target_tokens_per_second']:,.0f} | {row['ratio']:.2f} "
             f"({row['lowest_ratio']:.2f}, {row['highest_ratio']:.2f}) | {row['useful_gflops']:.0f} | "
-            f"{row['share']:.0%} | {row['peak_memory_bytes'] / 1e6:,.0f} | {row['memory_ratio']:.2f} |"
+            f"{row['share']:.0%} | {row['peak_memory_bytes'] / 1e6:,.0f} | {row['peak_memory_ratio']:.2f} | "
+            f"{row['peak_memory_returning_bytes'] / 1e6:,.0f} | {row['peak_memory_returning_ratio']:.2f} |"
         )
     return "\n".join(lines)
 
 
 def loop_table(rows: Sequence[Row], joeynmt: dict[str, float]) -> str:
-    """Return the rows of the training loop in Markdown, with the speed of JoeyNMT's by size where it was measured."""
+    """Return the rows of the training loop in Markdown, in fp32 with the speed of JoeyNMT's where it was measured."""
     lines = [
         "| size | precision | loop, target tokens/s | bare step, target tokens/s | loop / step | padding | JoeyNMT's "
         "loop, target tokens/s | loop / JoeyNMT |",
@@ -250,7 +267,7 @@ def loop_table(rows: Sequence[Row], joeynmt: dict[str, float]) -> str:
     for row in rows:
         own = row["loop_tokens_per_second"]
         other = joeynmt.get(row["size"])
-        compared = f"{other:,.0f} | {own / other:.1f}" if other is not None else "- | -"
+        compared = f"{other:,.0f} | {own / other:.1f}" if other is not None and row["precision"] == "fp32" else "- | -"
         lines.append(
             f"| {row['size']} | {row['precision']} | {own:,.0f} | "
             f"{row['step_tokens_per_second']:,.0f} | {row['ratio']:.3f} | {row['padding']:.1%} | {compared} |"
