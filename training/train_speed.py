@@ -55,7 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch_tokens", type=int, default=4096, help="Padded tokens a batch (default: 4096).")
     parser.add_argument("--batches", type=int, default=6, help="Batches of a round (default: 6).")
     parser.add_argument("--rounds", type=int, default=3, help="Rounds that are timed (default: 3).")
-    parser.add_argument("--loop_updates", type=int, default=60, help="Updates of the training loop (default: 60).")
+    parser.add_argument(
+        "--loop_updates", type=int, default=60, help="Updates of the training loop, 0 for none (default: 60)."
+    )
     parser.add_argument("--joeynmt", type=Path, help="Python of an environment with JoeyNMT, to train with it too.")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/benchmark/train"))
 
@@ -83,7 +85,7 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
                 print(step_table(rows), end="\n\n", flush=True)
                 report["steps"] += rows
                 write_report(options.output_dir, report)
-    for size in options.sizes:
+    for size in options.sizes if options.loop_updates else ():
         for precision in options.precisions:
             arguments = (SIZES[size], precision, options.output_dir, data)
             row = in_own_process(
