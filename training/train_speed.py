@@ -284,7 +284,7 @@ def write_report(folder: Path, report: dict[str, Any]) -> None:
     rows = report["steps"]
     groups = list(dict.fromkeys((row["size"], row["vocab_size"], row["precision"]) for row in rows))
     names = list(dict.fromkeys(row["system"] for row in rows))
-    figure = matplotlib.figure.Figure(figsize=(3 + 1.6 * len(groups), 4.5), layout="constrained")
+    figure = matplotlib.figure.Figure(figsize=(max(7, 2 + 1.8 * len(groups)), 5), layout="constrained")
     axes = figure.subplots()
     width = 0.8 / len(names)
     for number, name in enumerate(names):
@@ -298,5 +298,5 @@ def write_report(folder: Path, report: dict[str, Any]) -> None:
         ylabel="useful work, % of the matrix-product rate", title="a training step (figures: times the faster MarianMT)"
     )
     axes.margins(y=0.15)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(names))
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3)
     figure.savefig(folder / "train.png", dpi=110)
