@@ -1,7 +1,7 @@
 """Dropout (section 5.4) that costs little on a CPU.
 
-PyTorch draws a random number for every element with a generator that a CPU runs slowly; for the paper's model that is
-a sixth of a training step in bfloat16. Here one draw of 64 bits decides over four elements.
+PyTorch draws a random number for every element with a generator that a CPU runs slowly: at d_model 256 that is a sixth
+of a training step in bfloat16. Here one draw of 64 bits decides over four elements.
 """
 
 from typing import Any

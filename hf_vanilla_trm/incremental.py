@@ -215,8 +215,6 @@ class Ensemble:
     def next_log_probs(self, tokens: Tensor) -> Tensor:
         """The logarithm of the mean of the members' probabilities, `(batch, num_beams, vocab_size)`."""
         log_probs = [member.next_log_probs(tokens) for member in self.members]
-        if len(log_probs) == 1:
-            return log_probs[0]
         return torch.stack(log_probs).logsumexp(dim=0) - torch.tensor(float(len(log_probs))).log()
 
     def reorder(self, parents: Tensor) -> None:

@@ -51,7 +51,7 @@ def return_large_blocks(hidden_state_bytes: int) -> bool:
     """Have the C library take large tensors from the system, and give them back when they are freed.
 
     By default glibc keeps what is freed on its heap, where tensors, which are aligned, do not fit the holes that others
-    of their size have left: at base size a training step holds 1.2 GB more than it uses. New memory has to be cleared,
+    of their size have left: at base size a training step holds 0.9 GB more than it uses. New memory has to be cleared,
     which costs an eighth of a step for small models in bfloat16, and nothing that can be measured at base size.
 
     Args:
