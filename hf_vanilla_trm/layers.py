@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from .dropout import dropout
+from .projections import Linear
 
 
 def scaled_dot_product_attention(
@@ -99,8 +100,8 @@ class FeedForward(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        self.fc1 = nn.Linear(d_model, d_ff)
-        self.fc2 = nn.Linear(d_ff, d_model)
+        self.fc1 = Linear(d_model, d_ff)
+        self.fc2 = Linear(d_ff, d_model)
         self.activation = activation
         self.dropout = dropout
 

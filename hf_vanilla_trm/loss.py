@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from .projections import linear, suits_one_dnn, sum_of_outer_products
+
 # Elements of the logits in one chunk. On a CPU a chunk should stay in the second- or third-level cache, on a GPU it
 # should fill the device.
 CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**26}
@@ -143,7 +145,10 @@ def _add_chunks(
     buffer = projection.new_empty(min(rows, len(targets)), weight.size(0))  # memory that is new has to be cleared
     for start in range(0, len(targets), rows):
         hidden, target = hidden_states[start : start + rows].to(dtype), targets[start : start + rows].unsqueeze(1)
-        logits = torch.mm(hidden, projection.t(), out=buffer[: len(hidden)])  # (rows, vocab_size)
+        if suits_one_dnn(hidden, projection):
+            logits = linear(hidden, projection)  # (rows, vocab_size)
+        else:
+            logits = torch.mm(hidden, projection.t(), out=buffer[: len(hidden)])
         if bias is not None:
             logits += bias.to(dtype)
         loss -= certain * logits.gather(1, target).sum(dtype=sum_dtype)
@@ -159,13 +164,13 @@ def _add_chunks(
         difference = exponentials.gather(1, target) - certain * total  # in `sum_dtype`: both may be close to each other
         by_logits = exponentials.scatter_(1, target, difference.to(dtype))  # times `total`
         if grad_hidden is not None:
-            grad_hidden[start : start + rows] = (by_logits @ projection) / total
+            grad_hidden[start : start + rows] = linear(by_logits, projection.t()) / total
         if grad_weight is not None:
             over_total = (hidden / total).to(dtype)
-            if dtype == grad_weight.dtype:
-                torch.addmm(grad_weight, by_logits.t(), over_total, out=grad_weight)
+            if dtype != grad_weight.dtype or suits_one_dnn(hidden, projection):
+                grad_weight += sum_of_outer_products(by_logits, over_total)
             else:
-                grad_weight += by_logits.t() @ over_total
+                torch.addmm(grad_weight, by_logits.t(), over_total, out=grad_weight)
         if grad_bias is not None:
             grad_bias += (by_logits / total).sum(dim=0)
     return loss

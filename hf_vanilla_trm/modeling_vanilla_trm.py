@@ -50,7 +50,7 @@ from .dropout import Dropout
 from .generation import search
 from .layers import FeedForward, SinusoidalPositions, embedding_scale, scaled_dot_product_attention, shift_right
 from .loss import cross_entropy_sum, projected_cross_entropy_sum
-from .projections import is_plain
+from .projections import Linear, is_plain
 
 
 def eager_attention_forward(
@@ -102,10 +102,10 @@ class VanillaTrmAttention(nn.Module):
         self.d_k = config.d_model // config.num_attention_heads
         self.scaling = 1 / math.sqrt(self.d_k)
         self.dropout = config.attention_dropout
-        self.q_proj = nn.Linear(config.d_model, config.d_model, bias=config.attention_bias)
-        self.k_proj = nn.Linear(config.d_model, config.d_model, bias=config.attention_bias)
-        self.v_proj = nn.Linear(config.d_model, config.d_model, bias=config.attention_bias)
-        self.out_proj = nn.Linear(config.d_model, config.d_model, bias=config.attention_bias)
+        self.q_proj = Linear(config.d_model, config.d_model, bias=config.attention_bias)
+        self.k_proj = Linear(config.d_model, config.d_model, bias=config.attention_bias)
+        self.v_proj = Linear(config.d_model, config.d_model, bias=config.attention_bias)
+        self.out_proj = Linear(config.d_model, config.d_model, bias=config.attention_bias)
 
     def _split_heads(self, projected: Tensor) -> Tensor:
         """`(batch, length, d_model)` to `(batch, num_heads, length, d_k)`."""
@@ -287,7 +287,7 @@ class VanillaTrmDecoderLayer(GradientCheckpointingLayer):
         return output
 
 
-class WidthProjection(nn.Linear):
+class WidthProjection(Linear):
     """Takes factorised embeddings to `d_model`, or the decoder's output back to their width (Lan et al., 2020, section
     3.1). It begins with weights that keep the scale of what it gets.
     """
@@ -793,7 +793,7 @@ class VanillaTrmForConditionalGeneration(VanillaTrmPreTrainedModel, GenerationMi
         self.model = VanillaTrmModel(config)
         width, vocab_size = config.embedding_width, config.decoder_vocab_size or config.vocab_size
         self.lm_head_projection = _projection(config.d_model, width)
-        self.lm_head = nn.Linear(width, vocab_size, bias=config.output_bias)
+        self.lm_head = Linear(width, vocab_size, bias=config.output_bias)
         if config.tie_word_embeddings:
             shared = config.share_encoder_decoder_embeddings
             embedding = "model.shared.weight" if shared else "model.decoder.embed_tokens.weight"

@@ -21,8 +21,8 @@ PACKAGE = ROOT / "hf_vanilla_trm"
 ALLOWED = {
     "configuration_vanilla_trm": set(),
     "dropout": set(),
-    "layers": {"dropout"},
-    "loss": set(),
+    "layers": {"dropout", "projections"},
+    "loss": {"projections"},
     "projections": set(),
     "decoding": set(),
     "incremental": {"projections"},

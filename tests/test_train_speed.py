@@ -60,7 +60,7 @@ def test_batches_have_the_given_lengths_and_no_token_of_special_meaning():
 def test_every_system_learns_the_batch_it_is_given(name, precision):
     """The loss begins at that of a uniform guess, or a little above it, and falls when a step is repeated."""
     torch.manual_seed(0)
-    system = train_speed.systems_of(("none", "all"))[name]
+    system = train_speed.systems_of(("none", "all"), precision)[name]
     model = system.build(SIZE, VOCAB)
     step = step_speed.step_of(model, system.loss, precision, learning_rate=3e-3)
     (batch,) = batches(number=1)
@@ -79,6 +79,24 @@ def test_the_peer_of_torch_is_a_translation_model():
     other = model(source, torch.tensor([[2, 8, 11, 12]]))
     torch.testing.assert_close(other[:, :2], logits[:, :2], rtol=1e-4, atol=1e-5)
     assert not torch.allclose(model(source + 1, target), logits)
+
+
+def test_a_step_without_one_dnn_is_without_it_alone():
+    """Of all its operators, the gradients' included; the losses are those of the step with it."""
+    (batch,) = batches(number=1)
+    losses, states = {}, []
+    for name, system in peers.our_systems(("none",)).items():
+        torch.manual_seed(0)
+        watched = peers.System(
+            system.build,
+            lambda model, batch: (states.append(torch.backends.mkldnn.enabled), peers.our_loss(model, batch))[1],
+            system.with_one_dnn,
+        )
+        losses[name] = float(watched.step(SIZE, VOCAB, "fp32")(batch))
+        assert torch.backends.mkldnn.enabled
+    assert states == [True, False]
+    assert losses["ours, none"] == pytest.approx(losses["ours, none, without oneDNN"], rel=1e-5)
+    assert list(peers.our_systems(("all",), "bf16")) == ["ours, all"]
 
 
 def test_steps_are_timed_in_turn_and_each_begins_as_often():
@@ -120,14 +138,17 @@ def test_the_benchmark_measures_steps_memory_and_the_loop(tmp_path, capsys, monk
     assert main(["train", *flags]) == 0
     report = json.loads((tmp_path / "out" / "train.json").read_text())
     rows = {row["system"]: row for row in report["steps"]}
-    assert list(rows) == ["ours, none", "MarianMT", "MarianMT, eager", "nn.Transformer"]
-    reference = max(list(rows)[1:3], key=lambda name: rows[name]["target_tokens_per_second"])
+    assert list(rows) == ["ours, none", "ours, none, without oneDNN", "MarianMT", "MarianMT, eager", "nn.Transformer"]
+    reference = max(list(rows)[2:4], key=lambda name: rows[name]["target_tokens_per_second"])
     assert rows[reference]["ratio"] == rows[reference]["peak_memory_ratio"] == 1
     assert {row["reference"] for row in rows.values()} == {reference}
     for row in rows.values():
         flops = train_speed.useful_flops(step_speed.SIZES["tiny"], 60)
-        assert row["share"] * row["matrix_gflops"] * 1e9 == pytest.approx(row["target_tokens_per_second"] * flops)
-        assert 0 < row["share"] < 1
+        assert row["share"].keys() == row["matrix_gflops"].keys() == {"torch.mm", "oneDNN"}
+        for name, share in row["share"].items():
+            useful = row["target_tokens_per_second"] * flops
+            assert share * row["matrix_gflops"][name] * 1e9 == pytest.approx(useful)
+            assert 0 < share < 1
         assert row["lowest_ratio"] <= row["ratio"] <= row["highest_ratio"]
         assert 10**8 < row["peak_memory_bytes"] < 10**10
     (loop,) = report["loop"]

@@ -17,7 +17,7 @@ from transformers import MarianConfig, MarianMTModel
 
 from hf_vanilla_trm import VanillaTrmConfig, VanillaTrmForConditionalGeneration
 from training.objective import IGNORED, Batch
-from training.step_speed import MODES, Loss
+from training.step_speed import MODES, Loss, Step, step_of
 
 PAD, EOS, START = 0, 1, 2
 FIRST_WORD = 3
@@ -31,10 +31,28 @@ class System:
     Attributes:
         build: Makes a model in training mode, of a size (a value of `SIZES`) and a vocabulary.
         loss: Its loss per target token.
+        with_one_dnn: Whether PyTorch may use oneDNN. MarianMT and nn.Transformer use it in bfloat16 alone, ours in
+            float32 too.
     """
 
     build: Callable[[dict[str, int], int], nn.Module]
     loss: Loss
+    with_one_dnn: bool = True
+
+    def step(self, size: dict[str, int], vocab_size: int, precision: str) -> Step:
+        """Return a function that trains a new model on a batch; see `step_of`."""
+        step = step_of(self.build(size, vocab_size), self.loss, precision)
+        if self.with_one_dnn:
+            return step
+
+        def without_one_dnn(batch: Batch) -> torch.Tensor:
+            torch.backends.mkldnn.enabled = False
+            try:
+                return step(batch)
+            finally:
+                torch.backends.mkldnn.enabled = True
+
+        return without_one_dnn
 
 
 def build_ours(size: dict[str, int], vocab_size: int, **options: str) -> VanillaTrmForConditionalGeneration:
@@ -154,10 +172,14 @@ MARIAN = {
 PEERS = MARIAN | {"nn.Transformer": System(build_torch, torch_loss)}
 
 
-def our_systems(modes: tuple[str, ...] = MODES) -> dict[str, System]:
-    """Return our model with every sharing mode, by the name of the mode."""
+def our_systems(modes: tuple[str, ...] = MODES, precision: str = "fp32") -> dict[str, System]:
+    """Return our model with every sharing mode, by the name of the mode; in float32 also the first without oneDNN."""
 
-    def with_mode(mode: str) -> System:
-        return System(lambda size, vocab_size: build_ours(size, vocab_size, parameter_sharing=mode), our_loss)
+    def with_mode(mode: str, *, with_one_dnn: bool = True) -> System:
+        build = functools.partial(build_ours, parameter_sharing=mode)
+        return System(build, our_loss, with_one_dnn)
 
-    return {f"ours, {mode}": with_mode(mode) for mode in modes}
+    systems = {f"ours, {mode}": with_mode(mode) for mode in modes}
+    if precision == "fp32":
+        systems[f"ours, {modes[0]}, without oneDNN"] = with_mode(modes[0], with_one_dnn=False)
+    return systems

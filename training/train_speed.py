@@ -2,8 +2,8 @@
 
 All make their steps (forward, loss, backward, Adam) in turn, in one process, on the same batches; so do the steps of
 the training loop beside the bare ones. The useful work of a target token is counted as 6 (L (4 d^2 + 2 d d_ff) +
-L (8 d^2 + 2 d d_ff) + V d) floating-point operations, and compared with the rate at which this machine multiplies
-matrices in the same precision, measured between the rounds. Peak memory is measured in a process for each system.
+L (8 d^2 + 2 d d_ff) + V d) floating-point operations, and compared with the rates at which torch.mm and oneDNN multiply
+matrices here in the same precision, measured between the rounds. Peak memory is measured in a process for each system.
 
 The sentences have the lengths of the given files, or of the embedded corpus, in subword tokens. It writes train.json
 and train.png.
@@ -25,6 +25,7 @@ import matplotlib.figure
 import numpy as np
 import torch
 import transformers
+from torch import nn
 
 from training.arguments import DataArguments
 from training.batching import PairCollator, TokenBatchSampler
@@ -35,7 +36,7 @@ from training.memory import LARGE, peak_memory, return_large_blocks
 from training.objective import Batch
 from training.peers import FIRST_WORD, MARIAN, PAD, PEERS, System, our_systems
 from training.run_log import write_json
-from training.step_speed import MODES, PRECISIONS, SIZES, seconds_in_turn, step_of
+from training.step_speed import MODES, PRECISIONS, SIZES, seconds_in_turn
 from training.tokenizer import train_tokenizer
 
 MATRIX = 2048
@@ -154,20 +155,25 @@ def useful_flops(size: dict[str, int], vocab_size: int) -> int:
     return 6 * (encoder + decoder + vocab_size * d)
 
 
-def matrix_rate(precision: str, products: int = 3) -> float:
-    """Return the floating-point operations a second of a product of large matrices, the best of several."""
+def matrix_rates(precision: str, products: int = 3) -> dict[str, float]:
+    """Return the floating-point operations a second of a product of large matrices, the best of several: by torch.mm,
+    and by oneDNN, which torch.mm does not use in float32.
+    """
     left, right = (torch.randn(MATRIX, MATRIX).to(PRECISIONS[precision]) for _ in range(2))
-    seconds = []
-    for _ in range(products):
-        started = time.perf_counter()
-        torch.mm(left, right)
-        seconds.append(time.perf_counter() - started)
-    return 2 * MATRIX**3 / min(seconds)
+    opaque = left.to_mkldnn()
+    multiply = {"torch.mm": lambda: torch.mm(left, right), "oneDNN": lambda: nn.functional.linear(opaque, right)}
+    rates = dict.fromkeys(multiply, 0.0)
+    for name, product in multiply.items():
+        for _ in range(products):
+            started = time.perf_counter()
+            product()
+            rates[name] = max(rates[name], 2 * MATRIX**3 / (time.perf_counter() - started))
+    return rates
 
 
-def systems_of(modes: tuple[str, ...]) -> dict[str, System]:
+def systems_of(modes: tuple[str, ...], precision: str) -> dict[str, System]:
     """Return what is compared, by name: ours with each sharing mode, then the others."""
-    return our_systems(modes) | PEERS
+    return our_systems(modes, precision) | PEERS
 
 
 def compare_steps(
@@ -176,14 +182,15 @@ def compare_steps(
     """Return a row for each system: speed, its ratio to the faster of MarianMT's two, the share of the matrix rate, and
     peak memory.
     """
-    systems, steps = systems_of(modes), {}
+    systems, steps = systems_of(modes, precision), {}
     for name, system in systems.items():
         torch.manual_seed(0)
-        steps[name] = step_of(system.build(SIZES[size], vocab_size), system.loss, precision)
-    rates = [matrix_rate(precision)]
-    times = seconds_in_turn(steps, batches, rounds, between=lambda: rates.append(matrix_rate(precision)))
+        steps[name] = system.step(SIZES[size], vocab_size, precision)
+    measured = [matrix_rates(precision)]
+    times = seconds_in_turn(steps, batches, rounds, between=lambda: measured.append(matrix_rates(precision)))
+    rates = {name: max(rate[name] for rate in measured) for name in measured[0]}
     targets = sum(int((batch["labels"] != -100).sum()) for batch in batches)
-    rate, flops = max(rates), useful_flops(SIZES[size], vocab_size)
+    flops = useful_flops(SIZES[size], vocab_size)
     reference = min(MARIAN, key=lambda name: sum(times[name]))
     rows = []
     for name in systems:
@@ -201,8 +208,8 @@ def compare_steps(
                 "lowest_ratio": min(ratios),
                 "highest_ratio": max(ratios),
                 "useful_gflops": speed * flops / 1e9,
-                "matrix_gflops": rate / 1e9,
-                "share": speed * flops / rate,
+                "matrix_gflops": {name: rate / 1e9 for name, rate in rates.items()},
+                "share": {name: speed * flops / rate for name, rate in rates.items()},
             }
         )
     del steps
@@ -234,8 +241,7 @@ def peak_of_step(
     """
     if returning:
         return_large_blocks(4 * batch["labels"].numel() * SIZES[size]["d_model"])
-    system = systems_of(modes)[name]
-    step = step_of(system.build(SIZES[size], vocab_size), system.loss, precision)
+    step = systems_of(modes, precision)[name].step(SIZES[size], vocab_size, precision)
     for _ in range(3):
         step(batch)
     return peak_memory(torch.device("cpu"))
@@ -246,18 +252,19 @@ def step_table(rows: Sequence[Row]) -> str:
     first = rows[0]
     reference = first["reference"]
     lines = [
-        f"{first['size']}, {first['vocab_size']:,} words, {first['precision']}; matrix products "
-        f"{first['matrix_gflops']:.0f} GFLOP/s",
+        f"{first['size']}, {first['vocab_size']:,} words, {first['precision']}; matrix products: "
+        + ", ".join(f"{rate:.0f} GFLOP/s by {name}" for name, rate in first["matrix_gflops"].items()),
         "",
-        f"| system | target tokens/s | times {reference} (lowest, highest) | useful GFLOP/s | of the matrix rate | "
-        f"peak memory, MB | times {reference} | returning large blocks, MB | times {reference} |",
-        "|---|---|---|---|---|---|---|---|---|",
+        f"| system | target tokens/s | times {reference} (lowest, highest) | useful GFLOP/s | of torch.mm's rate | of "
+        f"oneDNN's | peak memory, MB | times {reference} | returning large blocks, MB | times {reference} |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         lines.append(
             f"| {row['system']} | {row['target_tokens_per_second']:,.0f} | {row['ratio']:.2f} "
             f"({row['lowest_ratio']:.2f}, {row['highest_ratio']:.2f}) | {row['useful_gflops']:.0f} | "
-            f"{row['share']:.0%} | {row['peak_memory_bytes'] / 1e6:,.0f} | {row['peak_memory_ratio']:.2f} | "
+            f"{row['share']['torch.mm']:.0%} | {row['share']['oneDNN']:.0%} | "
+            f"{row['peak_memory_bytes'] / 1e6:,.0f} | {row['peak_memory_ratio']:.2f} | "
             f"{row['peak_memory_returning_bytes'] / 1e6:,.0f} | {row['peak_memory_returning_ratio']:.2f} |"
         )
     return "\n".join(lines)
@@ -295,11 +302,12 @@ def write_report(folder: Path, report: dict[str, Any]) -> None:
         own = [row for row in rows if row["system"] == name]
         places = [groups.index((row["size"], row["vocab_size"], row["precision"])) for row in own]
         places = [place + (number - (len(names) - 1) / 2) * width for place in places]
-        bars = axes.bar(places, [100 * row["share"] for row in own], width, label=name)
+        bars = axes.bar(places, [100 * row["share"]["oneDNN"] for row in own], width, label=name)
         axes.bar_label(bars, [f"{row['ratio']:.2f}" for row in own], fontsize=6, rotation=90, padding=2)
     axes.set_xticks(range(len(groups)), [f"{size}, {words:,}\n{precision}" for size, words, precision in groups])
     axes.set(
-        ylabel="useful work, % of the matrix-product rate", title="a training step (figures: times the faster MarianMT)"
+        ylabel="useful work, % of oneDNN's matrix-product rate",
+        title="a training step (figures: times the faster MarianMT)",
     )
     axes.margins(y=0.15)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3)
