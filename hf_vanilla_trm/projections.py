@@ -55,10 +55,10 @@ def suits_one_dnn(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) ->
         and type(inputs) in _PLAIN_TYPES
         and type(weight) in _PLAIN_TYPES
         and (bias is None or (type(bias) in _PLAIN_TYPES and bias.dtype == torch.float32))
-        and torch.backends.mkldnn.enabled
+        and bool(torch.backends.mkldnn.enabled)
         and not torch.is_autocast_enabled("cpu")
         and not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()
+        and not torch.jit.is_tracing()  # type: ignore[attr-defined]
         and not torch._C._len_torch_dispatch_stack()
         and torch._C._functorch.peek_interpreter_stack() is None
     )
