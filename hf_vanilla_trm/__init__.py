@@ -13,7 +13,8 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # type: ignore[attr-defined]
 
 from .configuration_vanilla_trm import VanillaTrmConfig
-from .generation import custom_generate
+from .decoding import BeamSearchOptions, DecodingOptions, SamplingOptions
+from .generation import custom_generate, saved_options
 from .modeling_vanilla_trm import (
     VanillaTrmDecoder,
     VanillaTrmEncoder,
@@ -24,6 +25,7 @@ from .modeling_vanilla_trm import (
     VanillaTrmPreTrainedModel,
 )
 from .sharing import share_parameters, unshare_parameters
+from .translation import BATCH_TOKENS, Translation, translate_by_length, translate_stream
 
 if VanillaTrmConfig.model_type in CONFIG_MAPPING_NAMES:
     raise ValueError(
@@ -41,6 +43,11 @@ AutoModelForSequenceClassification.register(VanillaTrmConfig, VanillaTrmForSeque
 __version__ = "0.1.0"
 
 __all__ = [
+    "BATCH_TOKENS",
+    "BeamSearchOptions",
+    "DecodingOptions",
+    "SamplingOptions",
+    "Translation",
     "VanillaTrmConfig",
     "VanillaTrmDecoder",
     "VanillaTrmEncoder",
@@ -50,6 +57,9 @@ __all__ = [
     "VanillaTrmModel",
     "VanillaTrmPreTrainedModel",
     "custom_generate",
+    "saved_options",
     "share_parameters",
+    "translate_by_length",
+    "translate_stream",
     "unshare_parameters",
 ]

@@ -421,10 +421,33 @@ def best_continuations(totals: Tensor, log_probs: Tensor, number: int) -> tuple[
         Their totals, the beams that they extend, and their tokens, each `(batch, number)`.
     """
     of_beam = min(number, log_probs.size(-1))
-    values, words = log_probs.topk(of_beam, dim=-1)  # no beam has more of them among the best
+    values, words = highest(log_probs, of_beam)  # no beam has more of them among the best
     values = (values + totals.unsqueeze(-1)).flatten(1)
     best, index = values.topk(min(number, values.size(1)), dim=1)
     return best, index // of_beam, words.flatten(1).gather(1, index)
+
+
+GROUP = 32
+"""Tokens of which only the likeliest is compared with others at first."""
+
+
+def highest(values: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """What `values.topk(number)` returns, faster for long rows: no more than `number` groups can hold the highest.
+
+    Args:
+        values: `(..., length)`.
+        number: At most length.
+    """
+    groups = values.size(-1) // GROUP
+    if groups < 4 * number:
+        return values.topk(number, dim=-1)
+    grouped = values[..., : groups * GROUP].unflatten(-1, (GROUP, groups))  # every groups-th one is of one group
+    chosen = grouped.amax(dim=-2).topk(number, dim=-1).indices  # (..., number)
+    members = torch.arange(GROUP, device=values.device) * groups
+    rest = torch.arange(groups * GROUP, values.size(-1), device=values.device).expand(*values.shape[:-1], -1)
+    places = torch.cat(((chosen.unsqueeze(-1) + members).flatten(-2), rest), dim=-1)
+    best, order = values.gather(-1, places).topk(number, dim=-1)
+    return best, places.gather(-1, order)
 
 
 def without_repeated_ngrams(log_probs: Tensor, history: Tensor, size: int) -> Tensor:

@@ -12,6 +12,10 @@ from transformers.generation.utils import GenerateBeamEncoderDecoderOutput
 
 from .decoding import BeamSearchOptions, DecodingOptions, Hypothesis, SamplingOptions, Task, decode
 from .incremental import Ensemble, IncrementalDecoder
+from .layers import shift_right
+
+IGNORED = -100
+"""The label of a position that has no target."""
 
 MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.BEAM_SEARCH, GenerationMode.SAMPLE)
 SETTINGS = {
@@ -150,6 +154,48 @@ def custom_generate(
         return sequences
     scores: Any = torch.tensor([hypothesis.score for hypothesis in found_in_order], device=input_ids.device)
     return GenerateBeamEncoderDecoderOutput(sequences=sequences, sequences_scores=scores)
+
+
+def saved_options(config: Any, **changes: Any) -> BeamSearchOptions:
+    """How a model's saved generation config says to search, with some values replaced.
+
+    Its `length_penalty` is here the paper's alpha. `max_length_a` and `max_length_b` are entries of our own, saved in
+    generation_config.json like the others. A translation has at least one token before EOS.
+
+    Args:
+        config: A `GenerationConfig`. What it lacks is as in the paper, but that it searches greedily without
+            `num_beams`, as `generate` does.
+        **changes: Fields of `BeamSearchOptions`; None keeps the config's.
+
+    Raises:
+        ValueError: A number is out of its range.
+    """
+    saved = {
+        "num_beams": config.num_beams or 1,
+        "alpha": config.length_penalty,
+        "no_repeat_ngram_size": config.no_repeat_ngram_size,
+        "max_length_a": getattr(config, "max_length_a", None),
+        "max_length_b": getattr(config, "max_length_b", None),
+        "min_length": 1,
+    }
+    chosen = saved | {name: value for name, value in changes.items() if value is not None}
+    return BeamSearchOptions(**{name: value for name, value in chosen.items() if value is not None})
+
+
+def score_targets(model: Any, input_ids: Tensor, attention_mask: Tensor | None, labels: Tensor) -> Tensor:
+    """Score given pairs; see `VanillaTrmForConditionalGeneration.token_log_probs`."""
+    check([model])
+    config, scored = model.config, labels != IGNORED
+    decoder_input_ids = shift_right(
+        labels, start_token_id=token_of(config, "decoder_start_token_id"), pad_token_id=token_of(config, "pad_token_id")
+    )
+    logits = model(
+        input_ids=input_ids, attention_mask=attention_mask, decoder_input_ids=decoder_input_ids, use_cache=False
+    ).logits
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    chosen = logits.gather(-1, labels.masked_fill(~scored, 0).unsqueeze(-1)).squeeze(-1)
+    log_probs: Tensor = (chosen - logits.logsumexp(dim=-1)).masked_fill(~scored, 0.0)
+    return log_probs
 
 
 def check_settings(config: Any, parts: Sequence[Any]) -> None:

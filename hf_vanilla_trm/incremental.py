@@ -5,34 +5,44 @@ It computes what `VanillaTrmDecoder` computes with a cache (section 3.1), arrang
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from .projections import is_plain
+from .layers import FeedForward, softmax
+from .projections import by_columns, has_plain_call, is_plain, linear
+
+MANY_ROWS = 32
+"""Rows, of all beams, from which on a batch makes up for storing the decoder's weights anew."""
 
 Map = Callable[[Tensor], Tensor]
 
 
-def joined(linears: Sequence[nn.Module], scale: float = 1.0) -> Map:
+def joined(linears: Sequence[nn.Module], scale: float = 1.0, *, many_rows: bool = True) -> Map:
     """Several linear maps of the same input as one, their outputs side by side; the first output is scaled.
 
     Args:
         linears: Modules that take `(..., d_in)` to `(..., d_out)`, all with a bias or none.
         scale: A factor of the first one's output.
+        many_rows: The map will be applied to so many rows that its weight is worth storing anew.
     """
     if not all(is_plain(linear) for linear in linears):
         return lambda inputs: torch.cat(
-            [linear(inputs) * (scale if number == 0 else 1.0) for number, linear in enumerate(linears)], dim=-1
+            [module(inputs) * (scale if number == 0 else 1.0) for number, module in enumerate(linears)], dim=-1
         )
 
     def side_by_side(name: str) -> Any:
-        tensors = [getattr(linear, name) for linear in linears]
-        return None if tensors[0] is None else torch.cat([tensors[0] * scale, *tensors[1:]])
+        tensors = [getattr(module, name) for module in linears]
+        if tensors[0] is None or (len(tensors) == 1 and scale == 1.0):
+            return tensors[0]
+        return torch.cat([tensors[0] * scale, *tensors[1:]])
 
     weight, bias = side_by_side("weight"), side_by_side("bias")
-    return lambda inputs: nn.functional.linear(inputs, weight, bias)
+    if many_rows:
+        weight = by_columns(weight)
+    return lambda inputs: linear(inputs, weight, bias)
 
 
 @dataclass
@@ -41,13 +51,19 @@ class DecoderDepth:
 
     Attributes:
         self_projection: Queries, scaled, keys and values of self-attention side by side.
+        self_output: Of self-attention.
         cross_query: Queries of cross-attention, scaled.
+        cross_output: Of cross-attention.
+        feed_forward: Of the feed-forward network.
         parts: The sub-modules at this depth by name.
         cross: Which of the distinct cross-attentions it is: depths that share one share its keys and values too.
     """
 
     self_projection: Map
+    self_output: Map
     cross_query: Map
+    cross_output: Map
+    feed_forward: Map
     parts: dict[str, Any]
     cross: int
 
@@ -82,7 +98,9 @@ class IncrementalDecoder:
             encoder_hidden_states = model.get_encoder()(input_ids=input_ids, attention_mask=attention_mask)[0]
         assert encoder_hidden_states is not None
         self.d_k = model.config.d_model // model.config.num_attention_heads
-        self._prepare_depths()
+        many_rows = encoder_hidden_states.size(0) * num_beams >= MANY_ROWS
+        self._prepare_depths(many_rows)
+        self.output = joined([model.lm_head], many_rows=many_rows)
         self._attend_to(encoder_hidden_states, attention_mask)
         self.length = 0
         self.self_attention: list[Tensor] = []
@@ -91,8 +109,8 @@ class IncrementalDecoder:
         self.own_slot = self.cross.new_full((num_beams, num_beams), torch.finfo(self.cross.dtype).min)
         self.own_slot.fill_diagonal_(0.0)
 
-    def _prepare_depths(self) -> None:
-        scale = self.d_k**-0.5
+    def _prepare_depths(self, many_rows: bool) -> None:
+        scale, join = self.d_k**-0.5, partial(joined, many_rows=many_rows)
         self.depths: list[DecoderDepth] = []
         self.cross_attentions: list[Any] = []
         for depth in range(self.decoder.num_layers):
@@ -101,8 +119,17 @@ class IncrementalDecoder:
             if not any(cross is known for known in self.cross_attentions):
                 self.cross_attentions.append(cross)
             place = next(number for number, known in enumerate(self.cross_attentions) if known is cross)
-            projection = joined([own.q_proj, own.k_proj, own.v_proj], scale)
-            self.depths.append(DecoderDepth(projection, joined([cross.q_proj], scale), parts, place))
+            self.depths.append(
+                DecoderDepth(
+                    self_projection=join([own.q_proj, own.k_proj, own.v_proj], scale),
+                    self_output=join([own.out_proj]),
+                    cross_query=join([cross.q_proj], scale),
+                    cross_output=join([cross.out_proj]),
+                    feed_forward=feed_forward(parts["feed_forward"], join),
+                    parts=parts,
+                    cross=place,
+                )
+            )
 
     def _attend_to(self, encoder_hidden_states: Tensor, attention_mask: Tensor | None) -> None:
         """Compute the keys and values of every distinct cross-attention, once."""
@@ -131,14 +158,14 @@ class IncrementalDecoder:
         self.length += 1
         for depth, layer in enumerate(self.depths):
             parts = layer.parts
-            attended = parts["self_attn"].out_proj(self._attend_to_past(layer, depth, hidden_states))
+            attended = layer.self_output(self._attend_to_past(layer, depth, hidden_states))
             hidden_states = parts["self_attn_layer_norm"](hidden_states + attended)
             keys, values = self.cross[2 * layer.cross], self.cross[2 * layer.cross + 1]
             query = self._heads(layer.cross_query(hidden_states))
-            attended = parts["cross_attn"].out_proj(attention(query, keys, values, self.cross_mask))
+            attended = layer.cross_output(attention(query, keys, values, self.cross_mask))
             hidden_states = parts["cross_attn_layer_norm"](hidden_states + attended)
-            hidden_states = parts["feed_forward_layer_norm"](hidden_states + parts["feed_forward"](hidden_states))
-        logits: Tensor = self.model.lm_head(self.model.lm_head_projection(hidden_states))
+            hidden_states = parts["feed_forward_layer_norm"](hidden_states + layer.feed_forward(hidden_states))
+        logits = self.output(self.model.lm_head_projection(hidden_states))
         log_probs: Tensor = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
         return log_probs
 
@@ -183,6 +210,16 @@ class IncrementalDecoder:
             self.self_attention[depth] = kept
 
 
+def feed_forward(network: Any, join: Callable[..., Map]) -> Map:
+    """The feed-forward network (section 3.3) in evaluation, its two linear maps made by `join`; a network that someone
+    has changed, as itself.
+    """
+    if type(network) is not FeedForward or not has_plain_call(network):
+        return cast(Map, network)
+    first, second, activation = join([network.fc1]), join([network.fc2]), network.activation
+    return lambda inputs: second(activation(first(inputs)))
+
+
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     """Softmax(Q K^T) V of scaled queries (section 3.2.1), heads side by side.
 
@@ -198,7 +235,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) ->
     scores = query @ key.transpose(-2, -1)
     if mask is not None:
         scores += mask.unsqueeze(1)
-    heads = scores.softmax(dim=-1) @ value
+    heads = softmax(scores) @ value
     return heads.transpose(1, 2).flatten(2)
 
 

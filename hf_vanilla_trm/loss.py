@@ -18,6 +18,8 @@ from .projections import linear, suits_one_dnn, sum_of_outer_products
 # Elements of the logits in one chunk. On a CPU a chunk should stay in the second- or third-level cache, on a GPU it
 # should fill the device.
 CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**26}
+LEAST_ROWS = 192
+"""Targets in one chunk, whatever the vocabulary: each chunk reads the whole weight, and its gradient."""
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
@@ -140,7 +142,7 @@ def _add_chunks(
     grad_hidden, grad_weight, grad_bias = gradients
     device, sum_dtype = hidden_states.device.type, torch.promote_types(dtype, torch.float32)
     loss = hidden_states.new_zeros((), dtype=sum_dtype)
-    rows = max(1, CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["cuda"]) // weight.size(0))
+    rows = max(LEAST_ROWS, CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["cuda"]) // weight.size(0))
     projection = weight.to(dtype)
     buffer = projection.new_empty(min(rows, len(targets)), weight.size(0))  # memory that is new has to be cleared
     for start in range(0, len(targets), rows):

@@ -12,7 +12,7 @@ al., 2020) or the attention or the feed-forward networks alone: a module is stor
 import copy
 import math
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any, TypedDict, Unpack
 
@@ -47,10 +47,11 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from .configuration_vanilla_trm import VanillaTrmConfig
 from .decoding import BeamSearchOptions, Hypothesis, SamplingOptions
 from .dropout import Dropout
-from .generation import search
+from .generation import saved_options, score_targets, search
 from .layers import FeedForward, SinusoidalPositions, embedding_scale, scaled_dot_product_attention, shift_right
 from .loss import cross_entropy_sum, projected_cross_entropy_sum
 from .projections import Linear, is_plain
+from .translation import BATCH_TOKENS, translate_stream
 
 
 def eager_attention_forward(
@@ -909,6 +910,68 @@ class VanillaTrmForConditionalGeneration(VanillaTrmPreTrainedModel, GenerationMi
         """
         models, limits = (self, *ensemble), SamplingOptions(**options)
         return search(models, input_ids, attention_mask, limits, prefixes=prefixes, generator=generator)
+
+    def translate(
+        self,
+        texts: str | Iterable[str],
+        tokenizer: Any,
+        *,
+        prefixes: Iterable[str] | None = None,
+        ensemble: Sequence[Any] = (),
+        batch_tokens: int = BATCH_TOKENS,
+        **options: Any,
+    ) -> Any:
+        """Translate texts, in batches of similar length, by the search that the model's generation config describes.
+
+        Args:
+            texts: One, several, or a stream of them, of any length: an iterator is read ahead by some thousands. A
+                blank text has a blank translation.
+            tokenizer: The model's own.
+            prefixes: For each text with what its translation must begin; for one text, one.
+            ensemble: As for `search`.
+            batch_tokens: Sources times longest source times beams in a batch, at most.
+            **options: Fields of `BeamSearchOptions` that replace those of the generation config.
+
+        Returns:
+            For a string, a string; for a list or tuple, a list; for another iterable, an iterator. In the order of the
+            texts.
+
+        Raises:
+            ValueError: As for `search`; or several hypotheses are asked for, which `search` returns.
+        """
+        chosen = saved_options(self.generation_config, **options)
+        if chosen.num_hypotheses != 1:
+            raise ValueError(
+                f"num_hypotheses ({chosen.num_hypotheses}) must be 1: translate gives the best, search all"
+            )
+        one = isinstance(texts, str)
+        given: Any = [texts] if one else texts
+        begin: Any = [prefixes] if one and isinstance(prefixes, str) else prefixes
+        models = (self, *ensemble)
+        found = translate_stream(models, tokenizer, given, chosen, prefixes=begin, batch_tokens=batch_tokens)
+        stream = (translations[0].text for translations in found)
+        if one:
+            return next(stream)
+        return list(stream) if isinstance(texts, list | tuple) else stream
+
+    @torch.no_grad()
+    def token_log_probs(self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Score given translations: the log-probability of every target token, given the source and those before it.
+
+        Their sum over a sentence is its log-probability; `search` divides that by the length penalty.
+
+        Args:
+            input_ids: `(batch, source_length)`. Source tokens.
+            labels: `(batch, target_length)`. Target tokens, EOS included; -100 marks positions without a target.
+            attention_mask: `(batch, source_length)`. 1 for tokens, 0 for padding; all are tokens where it is None.
+
+        Returns:
+            `(batch, target_length)`, in float32 or better; 0 where there is no target.
+
+        Raises:
+            ValueError: The model is in training mode, or its config lacks a start or padding token.
+        """
+        return score_targets(self, input_ids, attention_mask, labels)
 
     @can_return_tuple
     @deprecate_kwarg("past_key_values", version="5.40.0", new_name="cache")

@@ -38,23 +38,26 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 def suits_one_dnn(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
-    """Whether `linear` will use oneDNN: for float32 tensors on a CPU with AVX-512, in sizes where it pays, and where
-    nobody watches, replaces or records the operators of PyTorch.
+    """Whether `linear` will use oneDNN: where it can, and in sizes where that pays."""
+    least = LEAST_WORK["by columns" if weight.stride(0) == 1 else "by rows"]
+    return inputs.numel() * weight.size(0) >= least and _one_dnn_can(inputs, weight, bias)
 
-    It does not where `torch.backends.mkldnn` is disabled.
+
+def _one_dnn_can(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    """Whether these are float32 tensors on a CPU with AVX-512, and nobody watches, replaces or records PyTorch's
+    operators, or has disabled `torch.backends.mkldnn`.
     """
+    factors = (inputs, weight) if bias is None else (inputs, weight, bias)
     return (
         HAS_WIDE_REGISTERS
         and ONE_DNN is not None
-        and inputs.dtype == weight.dtype == torch.float32
-        and inputs.device.type == weight.device.type == "cpu"
+        and all(
+            factor.dtype == torch.float32 and factor.device.type == "cpu" and type(factor) in _PLAIN_TYPES
+            for factor in factors
+        )
         and weight.dim() == 2
         and inputs.dim() > 1
         and inputs.size(-1) == weight.size(1)
-        and inputs.numel() * weight.size(0) >= LEAST_WORK["by columns" if weight.stride(0) == 1 else "by rows"]
-        and type(inputs) in _PLAIN_TYPES
-        and type(weight) in _PLAIN_TYPES
-        and (bias is None or (type(bias) in _PLAIN_TYPES and bias.dtype == torch.float32))
         and bool(torch.backends.mkldnn.enabled)
         and not torch.is_autocast_enabled("cpu")
         and not torch.compiler.is_compiling()
@@ -115,16 +118,24 @@ class Linear(nn.Linear):
         return linear(input, self.weight, self.bias)
 
 
+def by_columns(weight: Tensor) -> Tensor:
+    """The same weight `(d_out, d_in)`, stored so that `linear` need not rearrange it each time, where it would."""
+    return weight.t().contiguous().t() if _one_dnn_can(weight.detach(), weight) else weight
+
+
+def has_plain_call(module: nn.Module) -> bool:
+    """Whether a call of the module is one of its class's forward and nothing else."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return "forward" not in vars(module) and not any(hooks) and not hasattr(module, "_hf_hook")
+
+
 def is_plain(module: nn.Module) -> bool:
     """Whether `x @ module.weight.T + module.bias` is what a call of the module computes, with nothing around it.
 
     It is not where a library has put something of its own in the place of the module, its weight or its call: an
     adapter, a quantised or divided weight, a hook.
     """
-    if type(module) not in (nn.Linear, Linear) or "forward" in vars(module):
-        return False
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    if any(hooks) or hasattr(module, "_hf_hook"):
+    if type(module) not in (nn.Linear, Linear) or not has_plain_call(module):
         return False
     weight = module.weight
     is_whole = weight.shape == (module.out_features, module.in_features)

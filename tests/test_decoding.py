@@ -13,7 +13,8 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from hf_vanilla_trm.decoding import BeamSearchOptions, Hypothesis, SamplingOptions, Task, decode
+from hf_vanilla_trm import incremental, projections
+from hf_vanilla_trm.decoding import BeamSearchOptions, Hypothesis, SamplingOptions, Task, decode, highest
 from hf_vanilla_trm.generation import custom_generate, search
 from hf_vanilla_trm.incremental import IncrementalDecoder
 from tests.conftest import tiny_model
@@ -524,3 +525,59 @@ def test_a_model_in_parts_is_refused(batch):
     model.lm_head.weight = torch.nn.Parameter(torch.empty(20, 16, device="meta"))
     with pytest.raises(ValueError, match=r"must be on one device as a whole, not on \['cpu', 'meta'\]"):
         model.search(batch["input_ids"])
+
+
+@pytest.mark.parametrize(("length", "number"), [(1, 1), (7, 3), (255, 8), (256, 2), (1000, 7), (8001, 8), (37000, 1)])
+def test_the_highest_are_those_of_topk(length, number):
+    values = torch.randn(3, 2, length, generator=torch.Generator().manual_seed(length)).log_softmax(-1)
+    values[0, 1, length // 2 :] = float("-inf")
+    best, places = highest(values, number)
+    expected = values.topk(number, dim=-1)
+    assert torch.equal(best, expected.values)
+    assert torch.equal(values.gather(-1, places), best)
+    assert all(len(set(row)) == number for row in places.flatten(0, 1).tolist())
+
+
+def test_given_pairs_are_scored_token_by_token(batch):
+    """By the softmax of the logits of an ordinary forward pass; padding counts nothing and changes nothing."""
+    model = tiny_model(seed=3, decoder_start_token_id=START).double()
+    log_probs = model.token_log_probs(batch["input_ids"], batch["labels"], batch["attention_mask"])
+    for row in range(3):
+        source = batch["input_ids"][row : row + 1, : int(batch["attention_mask"][row].sum())]
+        target = batch["labels"][row][batch["labels"][row] != -100]
+        inputs = torch.cat((torch.tensor([START]), target[:-1])).unsqueeze(0)
+        probabilities = model(input_ids=source, decoder_input_ids=inputs).logits[0].softmax(-1)
+        expected = probabilities[torch.arange(len(target)), target].log()
+        torch.testing.assert_close(log_probs[row, : len(target)], expected)
+        assert not log_probs[row, len(target) :].any()
+    assert not log_probs.requires_grad
+    with pytest.raises(ValueError, match="in training mode"):
+        model.train().token_log_probs(batch["input_ids"], batch["labels"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_what_a_search_found_is_scored_alike_as_a_given_pair(batch, dtype):
+    model = tiny_model(seed=3, decoder_start_token_id=START).to(dtype)
+    found = model.search(batch["input_ids"], batch["attention_mask"], num_hypotheses=3, max_length_b=3)
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.1}[dtype]
+    for row, hypotheses in enumerate(found):
+        source = batch["input_ids"][row : row + 1, : int(batch["attention_mask"][row].sum())]
+        for hypothesis in hypotheses:
+            scored = model.token_log_probs(source, torch.tensor([hypothesis.tokens]))[0]
+            assert scored.tolist() == pytest.approx(hypothesis.token_log_probs, abs=tolerance)
+
+
+@pytest.mark.parametrize("beams", [1, 4])
+def test_many_rows_and_few_give_the_same_beams(batch, beams, monkeypatch):
+    """With the weights stored anew for speed, by oneDNN, and with those of the modules."""
+    model = tiny_model(seed=3, decoder_start_token_id=START)
+    results = {}
+    for rows in (1, 10**9):
+        monkeypatch.setattr(incremental, "MANY_ROWS", rows)
+        monkeypatch.setattr(projections, "LEAST_WORK", {"by rows": 10**9, "by columns": 0})
+        options = BeamSearchOptions(num_beams=beams, num_hypotheses=beams, max_length_b=5)
+        results[rows] = searched(model, batch, options)
+    for few, many in zip(*results.values(), strict=True):
+        assert [one.tokens for one in few] == [one.tokens for one in many]
+        for one, other in zip(few, many, strict=True):
+            assert one.score == pytest.approx(other.score, abs=1e-5)

@@ -25,6 +25,7 @@ def inputs(bias, dtype=torch.float64):
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 def test_chunks_give_the_loss_and_gradients_of_full_logits(monkeypatch, chunk_elements, bias, label_smoothing):
     monkeypatch.setitem(loss_module.CHUNK_ELEMENTS, "cpu", chunk_elements)
+    monkeypatch.setattr(loss_module, "LEAST_ROWS", 1)
     hidden_states, weight, bias, labels = inputs(bias)
     leaves = [tensor for tensor in (hidden_states, weight, bias) if tensor is not None]
     ours = projected_cross_entropy_sum(hidden_states, weight, bias, labels, label_smoothing=label_smoothing)
@@ -160,6 +161,7 @@ def test_a_loss_scale_beyond_the_range_of_float16_leaves_its_gradients_finite():
 def test_the_models_training_loss_and_all_its_gradients_are_those_of_the_plain_computation(monkeypatch):
     """In float32, with several chunks, smoothing, a bias, padding and a vocabulary of some size."""
     monkeypatch.setitem(loss_module.CHUNK_ELEMENTS, "cpu", 3 * 700)
+    monkeypatch.setattr(loss_module, "LEAST_ROWS", 1)
     model = tiny_model(vocab_size=700, output_bias=True).train()
     generator = torch.Generator().manual_seed(0)
     source, labels = (torch.randint(3, 700, (3, length), generator=generator) for length in (7, 5))

@@ -25,8 +25,9 @@ ALLOWED = {
     "loss": {"projections"},
     "projections": set(),
     "decoding": set(),
-    "incremental": {"projections"},
-    "generation": {"decoding", "incremental"},
+    "incremental": {"layers", "projections"},
+    "generation": {"decoding", "incremental", "layers"},
+    "translation": {"decoding", "generation"},
     "modeling_vanilla_trm": {
         "configuration_vanilla_trm",
         "decoding",
@@ -35,9 +36,17 @@ ALLOWED = {
         "layers",
         "loss",
         "projections",
+        "translation",
     },
     "sharing": {"modeling_vanilla_trm"},
-    "__init__": {"configuration_vanilla_trm", "generation", "modeling_vanilla_trm", "sharing"},
+    "__init__": {
+        "configuration_vanilla_trm",
+        "decoding",
+        "generation",
+        "modeling_vanilla_trm",
+        "sharing",
+        "translation",
+    },
 }
 
 

@@ -210,7 +210,7 @@ def test_the_card_says_how_the_model_was_chosen_and_decoded(run):
     assert (
         f"is the model of update {best}, which had the best validation bleu during training (5 lines, greedy)." in text
     )
-    assert "decoded with 2 beams and length penalty 1.0" in text
+    assert "decoded with 2 beams and the paper's length penalty of alpha 0.6" in text
     edit(run / "results.json", lambda results: results.pop("validation"))
     edit(run / "best" / "generation_config.json", lambda decoding: decoding.update(num_beams=1, length_penalty=None))
     text = card_of(run).text

@@ -225,6 +225,42 @@ assert tokenizer.batch_decode(given["ids"], skip_special_tokens=True) == given["
     assert AutoTokenizer.from_pretrained(tmp_path / "model")(HARD_TEXTS)["input_ids"] == ids
 
 
+def test_a_stranger_translates_strings_samples_and_scores_as_the_package_does(tmp_path):
+    """With the decoding that travels with the model."""
+    tokenizer = train_tokenizer(HARD_TEXTS, vocab_size=300)
+    model = tiny_model(seed=7, vocab_size=len(tokenizer))
+    model.generation_config.num_beams = 3
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    ids = torch.tensor([tokenizer(HARD_TEXTS[0])["input_ids"]])
+    torch.save(
+        {
+            "texts": [*HARD_TEXTS, ""],
+            "ids": ids,
+            "translations": model.translate([*HARD_TEXTS, ""], tokenizer, max_length_b=2),
+            "found": [list(one) for one in model.search(ids, num_hypotheses=2, max_length_b=2)[0]],
+            "drawn": model.sample(ids, generator=torch.Generator().manual_seed(5), max_length_b=2)[0][0].tokens,
+            "scored": model.token_log_probs(ids, ids),
+        },
+        tmp_path / "given.pt",
+    )
+    code = (
+        STRANGER
+        + """
+tokenizer = AutoTokenizer.from_pretrained("model", trust_remote_code=False)
+model = AutoModelForSeq2SeqLM.from_pretrained("model", trust_remote_code=True)
+ids = given["ids"]
+assert model.translate(given["texts"], tokenizer, max_length_b=2) == given["translations"]
+assert [list(one) for one in model.search(ids, num_hypotheses=2, max_length_b=2)[0]] == given["found"]
+generator = torch.Generator().manual_seed(5)
+assert model.sample(ids, generator=generator, max_length_b=2)[0][0].tokens == given["drawn"]
+assert torch.equal(model.token_log_probs(ids, ids), given["scored"])
+"""
+    )
+    result = run(code, tmp_path)
+    assert result.returncode == 0, result.stderr
+
+
 def test_the_config_alone_is_saved_with_the_code(tmp_path):
     tiny_config().save_pretrained(tmp_path)
     assert files_of(tmp_path) == CODE

@@ -1,21 +1,28 @@
-"""The translate command, and the one decoding function behind it and behind evaluation."""
+"""The translate command, and the functions behind it and behind evaluation."""
 
 import io
 import json
+import re
+import signal
 import subprocess
+import time
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
+from hf_vanilla_trm import BeamSearchOptions, Translation, translate_by_length, translate_stream, translation
 from tests.conftest import tiny_model
-from tests.launch import CLONE, PYTHON, run
+from tests.launch import CLONE, PYTHON, TWO_RANKS, run
+from training import translate as command
 from training.lines import as_line, read_lines
+from training.long_sentences import join_translations, split_text
 from training.tokenizer import train_tokenizer
-from training.translate import StopAtOwnLength, decoding_config, main, translate, translate_all
+from training.translate import main, search_options, translate_all
 
 LINES = ["Buch", "Zwei Kinder spielen im Park .", "Eine Frau liest", "die Wiese", "Hund und Kinder im Buch ; Park"]
+SHORT = ["--max_length_b", "3", "--device", "cpu"]
 
 
 @pytest.fixture(scope="module")
@@ -36,73 +43,66 @@ def folder(model, tokenizer, tmp_path_factory):
     return path
 
 
-class Spy:
-    """Wraps `generate` and records the batches that reach it."""
+@pytest.fixture
+def batches(monkeypatch):
+    """The batches that reach a search: `input_ids` and what was found."""
+    recorded, search = [], translation.search
 
-    def __init__(self, model, monkeypatch):
-        self.batches, self.generate = [], model.generate
-        monkeypatch.setattr(model, "generate", self)
+    def spy(models, input_ids, *arguments, **options):
+        found = search(models, input_ids, *arguments, **options)
+        recorded.append((input_ids, found))
+        return found
 
-    def __call__(self, input_ids, **options):
-        output = self.generate(input_ids=input_ids, **options)
-        self.batches.append((input_ids, output))
-        return output
+    monkeypatch.setattr(translation, "search", spy)
+    return recorded
+
+
+def options(**changes):
+    return BeamSearchOptions(**{"num_beams": 1, "max_length_b": 3, "min_length": 1} | changes)
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_every_line_is_translated_as_if_alone_and_order_is_kept(model, tokenizer, num_beams):
-    config = decoding_config(model, num_beams=num_beams, max_length_a=1.5, max_length_b=2)
-    together = translate_all(model, tokenizer, LINES, config)
-    assert together == [translate_all(model, tokenizer, [line], config)[0] for line in LINES]
-    assert together == translate_all(model, tokenizer, LINES[::-1], config)[::-1]
+    chosen = search_options(model, num_beams=num_beams, max_length_a=1.5, max_length_b=2)
+    together = translate_all(model, tokenizer, LINES, chosen)
+    assert together == [translate_all(model, tokenizer, [line], chosen)[0] for line in LINES]
+    assert together == translate_all(model, tokenizer, LINES[::-1], chosen)[::-1]
     assert len(set(together)) == len(LINES)
 
 
-def test_blank_lines_stay_blank_and_never_reach_the_model(model, tokenizer, monkeypatch):
-    spy = Spy(model, monkeypatch)
+def test_blank_lines_stay_blank_and_never_reach_the_model(model, tokenizer, batches):
     lines = ["Buch", "", "Eine Frau liest", "   \t", "\u3000"]
-    output = translate_all(model, tokenizer, lines, decoding_config(model, max_length_b=3))
+    output = translate_all(model, tokenizer, lines, options())
     assert [bool(line) for line in output] == [True, False, True, False, False]
-    assert sum(len(input_ids) for input_ids, _ in spy.batches) == 2
+    assert sum(len(input_ids) for input_ids, _ in batches) == 2
 
 
 def test_nothing_but_blank_lines_calls_no_model(tokenizer):
-    class NoModel:
-        generation_config = tiny_model().generation_config
-
-    assert translate_all(NoModel(), tokenizer, ["", " "], decoding_config(NoModel())) == ["", ""]
-    assert translate_all(NoModel(), tokenizer, [], decoding_config(NoModel())) == []
+    assert translate_all(None, tokenizer, ["", " "], options()) == ["", ""]
+    assert translate_all(None, tokenizer, [], options()) == []
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
 @pytest.mark.parametrize(("a", "b"), [(1.0, 2), (0.5, 3), (2.0, 0), (0.0, 1)])
-def test_the_cap_is_a_times_the_own_source_length_plus_b(model, tokenizer, monkeypatch, num_beams, a, b):
-    spy = Spy(model, monkeypatch)
-    config = decoding_config(model, num_beams=num_beams, max_length_a=a, max_length_b=b)
-    config.suppress_tokens = [tokenizer.pad_token_id, tokenizer.eos_token_id]  # so that every sentence reaches its cap
-    translate_all(model, tokenizer, LINES, config)
-    ((input_ids, output),) = spy.batches
+def test_the_cap_is_a_times_the_own_source_length_plus_b(model, tokenizer, batches, num_beams, a, b):
+    """EOS is not allowed before the cap, so that every sentence reaches it."""
+    chosen = options(num_beams=num_beams, max_length_a=a, max_length_b=b, min_length=99)
+    translate_all(model, tokenizer, LINES, chosen)
+    ((input_ids, found),) = batches
     source_lengths = (input_ids != tokenizer.pad_token_id).sum(1)
-    generated = (output[:, 1:] != tokenizer.pad_token_id).sum(1)
     assert len(set(source_lengths.tolist())) == len(LINES)
-    assert generated.tolist() == [max(1, int(a * length + b)) for length in source_lengths.tolist()]
-
-
-def test_the_cap_counts_each_hypothesis_of_a_sentence():
-    stop = StopAtOwnLength(torch.tensor([3, 5]))
-    four_tokens = torch.zeros(4, 1 + 3, dtype=torch.long)  # start token and three, two hypotheses a sentence
-    assert stop(four_tokens, None).tolist() == [True, True, False, False]
+    generated = [len(hypotheses[0].tokens) for hypotheses in found]
+    assert generated == [max(1, int(a * length + b)) for length in source_lengths.tolist()]
 
 
 @pytest.mark.parametrize("num_beams", [1, 2])
-def test_batches_hold_similar_lengths_within_the_budget(model, tokenizer, monkeypatch, num_beams):
-    spy = Spy(model, monkeypatch)
+def test_batches_hold_similar_lengths_within_the_budget(model, tokenizer, batches, num_beams):
     lines = [" ".join(["Buch"] * count) for count in (9, 1, 5, 2, 8, 1, 3)]
-    config = decoding_config(model, num_beams=num_beams, max_length_a=0, max_length_b=1)
-    order = [index for index, _ in translate(model, tokenizer, lines, config, batch_tokens=24)]
+    chosen = options(num_beams=num_beams, max_length_a=0, max_length_b=2)
+    order = [place for place, _ in translate_by_length([model], tokenizer, lines, chosen, batch_tokens=24)]
     lengths = [len(tokenizer(line)["input_ids"]) for line in lines]
-    assert [lengths[index] for index in order] == sorted(lengths, reverse=True)
-    shapes = [tuple(input_ids.shape) for input_ids, _ in spy.batches]
+    assert [lengths[place] for place in order] == sorted(lengths, reverse=True)
+    shapes = [tuple(input_ids.shape) for input_ids, _ in batches]
     assert sum(rows for rows, _ in shapes) == len(lines)
     assert all(rows == 1 or rows * width * num_beams <= 24 for rows, width in shapes)
     assert any(rows > 1 for rows, _ in shapes)
@@ -117,19 +117,48 @@ def test_a_source_of_unknown_tokens_only_gets_a_translation():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **specials)
     assert tokenizer("☃ ☃")["input_ids"] == [3, 3, 2]
     for seed in range(5):
-        config = decoding_config(tiny_model(seed), max_length_b=4)
-        config.suppress_tokens = [0, 1, 3]
-        assert translate_all(tiny_model(seed), tokenizer, ["☃ ☃"], config)[0].strip()
+        (found,) = translate_stream([tiny_model(seed)], tokenizer, ["☃ ☃"], options(max_length_b=4))
+        assert set(found[0].tokens) - {2}
 
 
-def test_even_a_model_that_ends_at_once_translates_a_line_that_is_not_blank(model, tokenizer, monkeypatch):
-    spy = Spy(model, monkeypatch)
-    config = decoding_config(model)
-    config.sequence_bias = [[[tokenizer.eos_token_id], 1e4]]
-    translate_all(model, tokenizer, ["Buch"], config)
-    ((_, output),) = spy.batches
-    assert output[0, 1] != tokenizer.eos_token_id
-    assert output[0, 2] == tokenizer.eos_token_id
+def test_even_a_model_that_ends_at_once_translates_a_line_that_is_not_blank(tokenizer):
+    model = tiny_model(vocab_size=len(tokenizer), output_bias=True)
+    with torch.no_grad():
+        model.lm_head.bias[tokenizer.eos_token_id] = 1e4
+    (found,) = translate_stream([model], tokenizer, ["Buch"], search_options(model))
+    assert [token == tokenizer.eos_token_id for token in found[0].tokens] == [False, True]
+
+
+def test_a_stream_is_read_a_window_at_a_time_and_kept_in_order(model, tokenizer):
+    read = []
+
+    def texts():
+        for line in LINES * 3:
+            read.append(line)
+            yield line
+
+    stream = translate_stream([model], tokenizer, texts(), options(), window=4)
+    expected = translate_all(model, tokenizer, LINES, options())
+    assert next(stream)[0].text == expected[0]
+    assert len(read) == 4
+    assert [found[0].text for found in stream] == [*expected[1:], *expected * 2]
+
+
+def test_a_model_translates_strings(model, tokenizer):
+    expected = translate_all(model, tokenizer, LINES, search_options(model, max_length_b=3))
+    assert model.translate(LINES[1], tokenizer, max_length_b=3) == expected[1]
+    assert model.translate(LINES, tokenizer, max_length_b=3) == expected
+    assert model.translate(tuple(LINES), tokenizer, max_length_b=3) == expected
+    stream = model.translate(iter([*LINES, ""]), tokenizer, max_length_b=3)
+    assert next(stream) == expected[0]
+    assert list(stream) == [*expected[1:], ""]
+    assert model.translate("  ", tokenizer) == ""
+    begun = model.translate(LINES[:2], tokenizer, prefixes=["Park", ""], max_length_b=5)
+    assert begun[0].startswith("Park")
+    assert begun[1] == model.translate(LINES[1], tokenizer, max_length_b=5)
+    assert model.translate(LINES[0], tokenizer, prefixes="Park", max_length_b=5) == begun[0]
+    with pytest.raises(ValueError, match=r"num_hypotheses \(2\) must be 1"):
+        model.translate("Buch", tokenizer, num_beams=2, num_hypotheses=2)
 
 
 def test_line_ends_in_a_translation_become_spaces_and_other_separators_stay():
@@ -153,46 +182,265 @@ def test_undecodable_bytes_are_refused_with_file_line_and_byte():
         list(read_lines(io.BytesIO(b"good\nb\xffd\n"), "file"))
 
 
-def test_the_saved_generation_config_holds_unless_overridden(model, tokenizer, tmp_path):
+def test_the_saved_generation_config_holds_unless_overridden(tokenizer, tmp_path):
     saved = tiny_model(vocab_size=len(tokenizer))
-    saved.generation_config = GenerationConfig(num_beams=3, length_penalty=0.6, max_length_a=1.5, max_length_b=7)
+    saved.generation_config = GenerationConfig(num_beams=3, length_penalty=0.7, max_length_a=1.5, max_length_b=7)
     saved.save_pretrained(tmp_path)
     loaded = type(saved).from_pretrained(tmp_path)
-    kept, changed = decoding_config(loaded), decoding_config(loaded, num_beams=2, max_length_b=9)
-    names = ("num_beams", "length_penalty", "max_length_a", "max_length_b")
-    assert [getattr(kept, name) for name in names] == [3, 0.6, 1.5, 7]
-    assert [getattr(changed, name) for name in names] == [2, 0.6, 1.5, 9]
-    assert loaded.generation_config.num_beams == 3
+    kept, changed = search_options(loaded), search_options(loaded, num_beams=2, max_length_b=9, alpha=0.0)
+    names = ("num_beams", "alpha", "max_length_a", "max_length_b", "min_length")
+    assert [getattr(kept, name) for name in names] == [3, 0.7, 1.5, 7, 1]
+    assert [getattr(changed, name) for name in names] == [2, 0.0, 1.5, 9, 1]
 
 
-def test_a_model_without_caps_gets_the_papers(model):
-    config = decoding_config(model)
-    assert (config.max_length_a, config.max_length_b) == (1.0, 50)
+def test_a_model_without_settings_searches_greedily_with_the_papers_cap(model):
+    chosen = search_options(model)
+    assert (chosen.num_beams, chosen.alpha, chosen.max_length_a, chosen.max_length_b) == (1, 0.6, 1.0, 50)
 
 
-def test_one_beam_has_no_length_penalty_and_can_be_saved(model, tmp_path):
-    config = decoding_config(model, num_beams=1, length_penalty=0.6)
-    config.save_pretrained(tmp_path)
-    assert "length_penalty" not in json.loads((tmp_path / "generation_config.json").read_text())
+def write(path, *lines):
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return str(path)
 
 
 def test_files_in_and_out(folder, model, tokenizer, tmp_path):
     source, target = tmp_path / "source.txt", tmp_path / "target.txt"
     source.write_text("\n".join(["Buch", "", "Eine Frau liest", "  ", "die Wiese"]))  # no newline at the end
-    options = ["--max_length_b", "3", "--device", "cpu"]
-    assert main(["--model", str(folder), "--input", str(source), "--output", str(target), *options]) == 0
-    config = decoding_config(model, max_length_b=3)
-    expected = translate_all(model, tokenizer, ["Buch", "", "Eine Frau liest", "", "die Wiese"], config)
+    assert main(["--model", str(folder), "--input", str(source), "--output", str(target), *SHORT]) == 0
+    expected = translate_all(
+        model, tokenizer, ["Buch", "", "Eine Frau liest", "", "die Wiese"], search_options(model, max_length_b=3)
+    )
     assert target.read_bytes() == "".join(line + "\n" for line in expected).encode()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source.txt", "target.txt"]
+
+
+def translated(folder, tmp_path, *flags, lines=LINES):
+    output = tmp_path / "out"
+    files = ["--input", write(tmp_path / "in.txt", *lines), "--output", str(output)]
+    assert main(["--model", str(folder), *files, *SHORT, *flags]) == 0
+    return output.read_text().split("\n")[:-1]
+
+
+def test_texts_pieces_scores_and_n_best_lists_are_written_each_by_itself(folder, model, tokenizer, tmp_path):
+    """Against the search itself; the score is recomputed from the log-probabilities of the tokens."""
+    lines, flags = ["Buch", "", "die Wiese"], ("--num_beams", "3")
+    chosen = search_options(model, num_beams=3, max_length_b=3, num_hypotheses=3)
+    found = list(translate_stream([model], tokenizer, lines, chosen))
+    best = [translations[0] for translations in found]
+    assert translated(folder, tmp_path, *flags, lines=lines) == [as_line(one.text) for one in best]
+    pieces = translated(folder, tmp_path, *flags, "--format", "pieces", lines=lines)
+    assert pieces[1] == ""
+    for line, one in zip(pieces, best, strict=True):
+        ids = tokenizer.convert_tokens_to_ids(line.split())
+        assert ids == [token for token in one.tokens if token != tokenizer.eos_token_id]
+    scores = translated(folder, tmp_path, *flags, "--format", "scores", lines=lines)
+    assert scores[1] == ""
+    for line, one in zip(scores[::2], best[::2], strict=True):
+        penalty = ((5 + len(one.tokens)) / 6) ** 0.6
+        assert float(line) == pytest.approx(sum(one.token_log_probs) / penalty, abs=2e-6)
+    n_best = translated(folder, tmp_path, *flags, "--format", "nbest", "--n_best", "3", lines=lines)
+    assert [line.split(" ||| ")[0] for line in n_best] == ["0"] * 3 + ["1"] + ["2"] * 3
+    assert n_best[0] == f"0 ||| {as_line(best[0].text)} ||| {best[0].score:.6f}"
+
+
+def test_json_lines_have_tokens_log_probabilities_and_alignments(folder, model, tokenizer, tmp_path):
+    """A token is aligned to where the attention of all heads and layers looked most while it was chosen."""
+    lines = ["Zwei Kinder", " ", "die Wiese"]
+    written = translated(folder, tmp_path, "--num_beams", "2", "--format", "json", "--n_best", "2", lines=lines)
+    records = [json.loads(line) for line in written]
+    assert [record["line"] for record in records] == [0, 1, 2]
+    assert [record["source"] for record in records] == lines
+    assert records[1]["translations"][0]["alignment"] == []
+    eager = type(model).from_pretrained(folder, attn_implementation="eager").eval()
+    for record in (records[0], records[2]):
+        source = torch.tensor([tokenizer(record["source"])["input_ids"]])
+        assert record["source_tokens"] == tokenizer.convert_ids_to_tokens(source[0].tolist())
+        for one in record["translations"]:
+            labels = torch.tensor([tokenizer.convert_tokens_to_ids(one["tokens"])])
+            log_probs = eager.token_log_probs(source, labels)[0]
+            torch.testing.assert_close(torch.tensor(one["token_log_probs"]), log_probs, rtol=1e-4, atol=1e-4)
+            output = eager(input_ids=source, labels=labels, output_attentions=True)
+            attention = sum(layer.mean(dim=1) for layer in output.cross_attentions)[0]
+            assert one["alignment"] == attention.argmax(dim=-1).tolist()
+
+
+def test_prefixes_are_read_from_a_file(folder, tmp_path):
+    prefixes = write(tmp_path / "prefixes", "Park", "", "Hund")
+    lines = translated(folder, tmp_path, "--prefix", prefixes, lines=LINES[:3])
+    assert lines[0].startswith("Park")
+    assert lines[2].startswith("Hund")
+    assert lines[1] == translated(folder, tmp_path, lines=LINES[:3])[1]
+
+
+def test_several_models_are_an_ensemble(folder, model, tokenizer, tmp_path):
+    other = tiny_model(seed=7, vocab_size=len(tokenizer))
+    other.save_pretrained(tmp_path / "other")
+    tokenizer.save_pretrained(tmp_path / "other")
+    lines = translated(folder, tmp_path, "--model", str(folder), str(tmp_path / "other"))
+    expected = model.translate(LINES, tokenizer, ensemble=[other], max_length_b=3)
+    assert lines == [as_line(line) for line in expected]
+    assert lines != translated(folder, tmp_path)
+
+
+def test_samples_are_drawn_with_a_seed(folder, tmp_path):
+    draws = [translated(folder, tmp_path, "--sample", "--seed", seed) for seed in ("1", "1", "2")]
+    assert draws[0] == draws[1] != draws[2]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--n_best", "2"], "--n_best 2 needs --format nbest or json"),
+        (["--interactive", "--output", "x"], "--interactive reads what is typed"),
+        (["--resume", "--output", "x"], "--resume needs --input and --output"),
+        (["--resume", "--output", "x", "--input", "y", "--sample"], "--resume does not go with --sample"),
+        (["--top_k", "3"], "need --sample"),
+        (["--num_beams", "0"], "0 must be at least 1"),
+        (["--batch_tokens", "0"], "0 must be at least 1"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(capsys, flags, message):
+    with pytest.raises(SystemExit):
+        main(["--model", "any", *flags])
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ["--format", "nbest", "--n_best", "3", "--num_beams", "2"],
+            r"num_beams \(2\) must be at least num_hypotheses",
+        ),
+        (["--alpha", "-1"], r"alpha \(-1.0\) must be at least 0"),
+        (["--max_source_length", "3"], r"in.txt, line 2 has \d+ tokens, more than max_source_length \(3\)"),
+        (["--prefix", "/dev/null"], "must have equally many lines"),
+    ],
+)
+def test_what_cannot_be_done_is_an_error_without_a_trace(folder, tmp_path, capsys, flags, message):
+    files = ["--input", write(tmp_path / "in.txt", "Buch", "a b c d"), "--output", str(tmp_path / "out")]
+    assert main(["--model", str(folder), *files, *SHORT, *flags]) == 1
+    assert re.search(message, capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
+
+
+def test_long_lines_are_translated_in_parts_on_request(folder, tokenizer, tmp_path):
+    parts = ["Buch .", "die Wiese !"]
+    line = " ".join(parts)
+    longest = max(len(ids) for ids in tokenizer(parts)["input_ids"])
+    assert len(tokenizer(line)["input_ids"]) > longest
+    flags = ["--max_source_length", str(longest), "--long", "split"]
+    assert translated(folder, tmp_path, *flags, lines=[line, "Buch"])[0] == " ".join(
+        translated(folder, tmp_path, lines=parts)
+    )
+
+
+def words(text):
+    return len(text.split())
+
+
+def test_texts_are_split_between_sentences_else_words_else_anywhere():
+    assert split_text("a b. c d! e f", 4, words) == ["a b. c d!", "e f"]
+    assert split_text('a "b c." d e f', 4, words) == ['a "b c."', "d e f"]
+    assert split_text("a b c d e", 2, words) == ["a b", "c d", "e"]
+    assert split_text("abcdefg", 3, len) == ["abc", "def", "g"]
+    assert split_text("一二。三四。五", 3, len) == ["一二。", "三四。", "五"]
+    assert split_text("  a b  ", 2, words) == ["a b"]
+    with pytest.raises(ValueError, match="no part of 'abc' has at most 0 tokens"):
+        split_text("abc", 0, len)
+
+
+def test_parts_are_joined_rank_by_rank():
+    one, two = Translation("a", -1.0, [5, 2], [-0.5, -0.5]), Translation("b", -2.0, [6, 2], [-1.5, -0.5])
+    assert join_translations([[one, two], [two]]) == [Translation("a b", -3.0, [5, 2, 6, 2], [-0.5, -0.5, -1.5, -0.5])]
+    assert join_translations([[one, two]]) == [one, two]
+
+
+@pytest.fixture
+def interrupted(folder, tmp_path, monkeypatch):
+    """A run of windows of two lines that was stopped in its third."""
+    monkeypatch.setattr(command, "WINDOW", 2)
+    expected = translated(folder, tmp_path, lines=LINES * 2)
+    (tmp_path / "out").unlink()
+    calls, translate = [], command.Translator.translate
+
+    def stop(self, *arguments):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return translate(self, *arguments)
+
+    monkeypatch.setattr(command.Translator, "translate", stop)
+    files = ["--input", str(tmp_path / "in.txt"), "--output", str(tmp_path / "out")]
+    arguments = ["--model", str(folder), *files, *SHORT]
+    assert main(arguments) == 130
+    monkeypatch.setattr(command.Translator, "translate", translate)
+    return arguments, expected, calls
+
+
+def test_an_interrupted_run_is_continued_where_it_was(interrupted, tmp_path, monkeypatch):
+    arguments, expected, _ = interrupted
+    partial = tmp_path / "out.partial"
+    assert partial.read_text().split("\n")[:-1] == expected[:4]
+    with partial.open("a") as file:
+        file.write("half a li")  # what the system had written of the next window
+    seen, translate = [], command.Translator.translate
+    monkeypatch.setattr(
+        command.Translator,
+        "translate",
+        lambda self, parts, *rest: (seen.append(parts), translate(self, parts, *rest))[1],
+    )
+    assert main([*arguments, "--resume"]) == 0
+    assert (tmp_path / "out").read_text().split("\n")[:-1] == expected
+    assert sum(map(len, seen)) == len(expected) - 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.txt", "out"]
+
+
+def test_what_was_interrupted_is_not_lost_or_mixed_with_something_else(interrupted, tmp_path, capsys):
+    arguments, expected, _ = interrupted
+    assert main(arguments) == 1
+    assert "was interrupted: continue it with --resume" in capsys.readouterr().err
+    assert main([*arguments, "--resume", "--num_beams", "2"]) == 1
+    assert "was begun with num_beams 'None', not '2'" in capsys.readouterr().err
+    source = (tmp_path / "in.txt").read_text()
+    write(tmp_path / "in.txt", "Hund", *LINES[1:], *LINES)
+    assert main([*arguments, "--resume"]) == 1
+    assert "the first 4 lines are not those" in capsys.readouterr().err
+    (tmp_path / "in.txt").write_text(source)
+    assert main([*arguments, "--resume"]) == 0
+    assert (tmp_path / "out").read_text().split("\n")[:-1] == expected
+
+
+def test_nothing_to_resume_begins_at_the_beginning(folder, tmp_path):
+    assert translated(folder, tmp_path, "--resume") == translated(folder, tmp_path)
+
+
+def test_what_is_typed_is_translated_line_by_line(folder, model, tokenizer, monkeypatch, capsys):
+    typed = iter(["Buch", "", "x " * 300, "die Wiese"])
+
+    def read(prompt):
+        try:
+            return next(typed)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", read)
+    assert main(["--model", str(folder), "--interactive", "--max_source_length", "200", *SHORT]) == 0
+    output = capsys.readouterr()
+    assert output.out.split("\n")[:-1] == [
+        as_line(text) for text in model.translate(["Buch", "", "die Wiese"], tokenizer, max_length_b=3)
+    ]
+    assert "the line has" in output.err
 
 
 def test_an_unreadable_input_is_an_error_without_a_trace(folder, tmp_path, capsys):
     assert main(["--model", str(folder), "--input", str(tmp_path / "none.txt")]) == 1
     (tmp_path / "bad.txt").write_bytes(b"a\n\xff\n")
-    assert main(["--model", str(folder), "--input", str(tmp_path / "bad.txt")]) == 1
-    errors = capsys.readouterr().err.splitlines()
-    assert "none.txt" in errors[0]
-    assert "bad.txt, line 2: text must be UTF-8" in errors[1]
+    assert main(["--model", str(folder), "--input", str(tmp_path / "bad.txt"), *SHORT]) == 1
+    errors = capsys.readouterr().err
+    assert "none.txt" in errors
+    assert "bad.txt, line 2: text must be UTF-8" in errors
+    assert "Traceback" not in errors
 
 
 def test_a_missing_model_is_an_error_without_a_trace(tmp_path, capsys):
@@ -203,8 +451,8 @@ def test_a_missing_model_is_an_error_without_a_trace(tmp_path, capsys):
 
 def test_an_output_that_cannot_be_written_is_an_error_before_the_model_is_loaded(tmp_path, capsys):
     (tmp_path / "in.txt").write_text("Buch\n")
-    options = ["--input", str(tmp_path / "in.txt"), "--output", str(tmp_path / "missing" / "out.txt")]
-    assert main(["--model", "missing", *options]) == 1
+    files = ["--input", str(tmp_path / "in.txt"), "--output", str(tmp_path / "missing" / "out.txt")]
+    assert main(["--model", "missing", *files]) == 1
     assert str(tmp_path / "missing" / "out.txt") in capsys.readouterr().err
 
 
@@ -215,32 +463,54 @@ def test_a_device_that_is_not_there_is_an_error_without_a_trace(folder, tmp_path
     assert "error: device (cuda) cannot be used" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", ["--num_beams", "--batch_tokens"])
-def test_a_number_below_one_is_refused(capsys, option):
-    with pytest.raises(SystemExit):
-        main(["--model", "any", option, "0"])
-    assert "0 must be at least 1" in capsys.readouterr().err
-
-
 def test_a_tokenizer_that_pads_on_the_left_changes_nothing(folder, model):
-    lines, config = ["Buch", "Eine Frau liest ein Buch"], decoding_config(model, max_length_b=3)
+    lines = ["Buch", "Eine Frau liest ein Buch"]
     left, right = (AutoTokenizer.from_pretrained(folder, padding_side=side) for side in ("left", "right"))
-    assert translate_all(model, left, lines, config) == translate_all(model, right, lines, config)
+    assert translate_all(model, left, lines, options()) == translate_all(model, right, lines, options())
 
 
 @pytest.mark.slow
 def test_standard_input_to_standard_output_in_a_fresh_process(folder, model, tokenizer):
-    command = [*PYTHON, "training.translate", "--model", folder, "--max_length_b", "3", "--device", "cpu"]
-    output = run(command, stdin="\n".join(LINES).encode()).stdout
-    expected = translate_all(model, tokenizer, LINES, decoding_config(model, max_length_b=3))
+    output = run([*PYTHON, "training.translate", "--model", folder, *SHORT], stdin="\n".join(LINES).encode()).stdout
+    expected = translate_all(model, tokenizer, LINES, search_options(model, max_length_b=3))
     assert output == "".join(line + "\n" for line in expected).encode()
 
 
 @pytest.mark.slow
+def test_ranks_share_a_file(folder, tmp_path):
+    source = write(tmp_path / "many", *LINES, "", *LINES[::-1])
+    output = tmp_path / "shared"
+    files = ["--input", source, "--output", str(output), "--format", "nbest", "--n_best", "2", "--num_beams", "3"]
+    run([*TWO_RANKS, "training.translate", "--model", folder, *files, *SHORT])
+    alone = translated(
+        folder, tmp_path, "--format", "nbest", "--n_best", "2", "--num_beams", "3", lines=[*LINES, "", *LINES[::-1]]
+    )
+    assert output.read_text().split("\n")[:-1] == alone
+
+
+@pytest.mark.slow
+def test_a_killed_process_leaves_what_can_be_continued(folder, tmp_path):
+    source = write(tmp_path / "many", *LINES * 3000)
+    output = tmp_path / "out"
+    words = [*PYTHON, "training.translate", "--model", folder, "--input", source, "--output", output, *SHORT]
+    process = subprocess.Popen([str(word) for word in words], cwd=CLONE, stderr=subprocess.DEVNULL)
+    state = tmp_path / "out.partial.json"
+    while not (state.exists() and json.loads(state.read_text())["lines"]):
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not output.exists()
+    run([*words, "--resume"])
+    lines = output.read_text().split("\n")[:-1]
+    assert len(lines) == 15000
+    assert lines == lines[:5] * 3000
+
+
+@pytest.mark.slow
 def test_a_reader_that_closes_the_pipe_early_is_no_error(folder):
-    command = [*PYTHON, "training.translate", "--model", folder, "--max_length_b", "3", "--device", "cpu"]
     process = subprocess.Popen(
-        [str(word) for word in command],
+        [str(word) for word in [*PYTHON, "training.translate", "--model", folder, *SHORT]],
         cwd=CLONE,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

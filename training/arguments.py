@@ -207,8 +207,8 @@ class RecipeArguments:
     num_samples: int = field(default=3, metadata={"help": "Sample translations printed at each evaluation."})
 
     num_beams: int = field(default=4, metadata={"help": "Beams of the final evaluation, saved with the model."})
-    length_penalty: float = field(
-        default=1.0, metadata={"help": "Hugging Face's: a score is divided by length ** length_penalty."}
+    alpha: float = field(
+        default=0.6, metadata={"help": "A score is divided by ((5 + length) / 6) ** alpha; saved as length_penalty."}
     )
     max_length_a: float = field(default=1.0, metadata={"help": "A target has at most a * source_length + b tokens."})
     max_length_b: int = field(default=50, metadata={"help": "The b of max_length_a."})
@@ -239,7 +239,7 @@ class RecipeArguments:
         may_be_zero |= {"early_stopping_patience", "eval_max_rows", "num_samples", "keep_checkpoints"}
         may_be_zero |= {"max_length_a", "max_length_b", "adam_beta1", "adam_beta2", "max_skipped_updates", "ema_decay"}
         for name, value in vars(self).items():
-            if not isinstance(value, int | float) or name == "length_penalty":
+            if not isinstance(value, int | float) or name == "alpha":
                 continue
             if name in may_be_zero and not value >= 0:
                 raise ValueError(f"{name} ({value}) must not be negative")

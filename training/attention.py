@@ -17,7 +17,7 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from training.translate import decoding_config, load, translate_all
+from training.translate import load, search_options, translate_all
 
 FONTS = ("DejaVu Sans", "Noto Sans CJK SC", "Noto Sans CJK JP", "Arial Unicode MS", "Noto Emoji")
 """Fonts for tokens, those after the first for the characters that it lacks, where they are installed."""
@@ -62,7 +62,7 @@ def attention_maps(
         raise ValueError("the sentence is blank: there is nothing to attend to")
     model.set_attn_implementation("eager")
     if target is None:
-        (target,) = translate_all(model, tokenizer, [source], decoding_config(model))
+        (target,) = translate_all(model, tokenizer, [source], search_options(model))
     source_ids = tokenizer(source, return_tensors="pt").input_ids.to(model.device)
     labels = tokenizer(text_target=target, return_tensors="pt").input_ids.to(model.device)
     decoder_ids = model.prepare_decoder_input_ids_from_labels(labels)

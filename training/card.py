@@ -294,7 +294,7 @@ def decoding_of(run: Run) -> str:
     beams, penalty = run.decoding.num_beams or 1, run.decoding.length_penalty
     if beams == 1:
         return "greedily"
-    return f"with {beams} beams and length penalty {1.0 if penalty is None else penalty} (Hugging Face's form)"
+    return f"with {beams} beams and the paper's length penalty of alpha {0.6 if penalty is None else penalty}"
 
 
 def architecture_of(config: dict[str, Any]) -> str:

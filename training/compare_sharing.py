@@ -36,7 +36,7 @@ from training.comparison_report import write_report
 from training.data import SPLITS, load_pairs
 from training.evaluation import TranslationMetric
 from training.run_log import write_json
-from training.translate import decoding_config, load, translate_all
+from training.translate import load, search_options, translate_all
 
 logger = logging.getLogger("training")
 
@@ -292,12 +292,12 @@ def decode(run: Path, pairs: tuple[list[str], list[str]], bleu_tokenize: str, nu
     except (FileNotFoundError, KeyError, ValueError):
         pass  # not measured yet, or otherwise
     model, tokenizer = load(str(run / "best"))
-    config = decoding_config(model)
-    translate_all(model, tokenizer, sources[:64], config)  # the first batch of a process is slower
+    search = search_options(model)
+    translate_all(model, tokenizer, sources[:64], search)  # the first batch of a process is slower
     seconds = []
     for _ in range(DECODING_PASSES):
         started = time.perf_counter()
-        translations = translate_all(model, tokenizer, sources, config, progress="Decoding")
+        translations = translate_all(model, tokenizer, sources, search, progress="Decoding")
         seconds.append(time.perf_counter() - started)
     metric = TranslationMetric(bleu_tokenize)
     scores = metric.compute(predictions=translations, references=references)

@@ -15,13 +15,15 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch.utils.data import DataLoader
 from tqdm import tqdm
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_vanilla_trm import DecodingOptions, translate_by_length
 from training.arguments import RecipeArguments
 from training.batching import Batch, PairCollator, TokenBatchSampler
 from training.data import sequence_lengths
+from training.lines import as_line
 from training.objective import IGNORED
-from training.translate import decoding_config, translate
+from training.translate import search_options
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +153,7 @@ def translate_on_all_ranks(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     texts: Sequence[str],
-    config: GenerationConfig,
+    options: DecodingOptions,
     *,
     accelerator: Accelerator,
     batch_tokens: int,
@@ -163,13 +165,13 @@ def translate_on_all_ranks(
     """
     by_length = sorted(range(len(texts)), key=lambda index: (len(texts[index]), index))
     share = by_length[accelerator.process_index :: accelerator.num_processes]  # even in number and in length
-    own = translate(model, tokenizer, [texts[index] for index in share], config, batch_tokens=batch_tokens)
+    own = translate_by_length([model], tokenizer, [texts[index] for index in share], options, batch_tokens=batch_tokens)
     bar = tqdm(
         own, total=len(share), desc="Decoding", unit="line", disable=not accelerator.is_main_process, leave=False
     )
     done = []
-    for index, translation in bar:
-        done.append((share[index], translation))
+    for index, translations in bar:
+        done.append((share[index], as_line(translations[0].text)))
         if stop():
             break
     gathered = dict(gather_object(done))
@@ -236,7 +238,7 @@ class Evaluator:
             model,
             self.tokenizer,
             [self.sources[row] for row in rows],
-            decoding_config(model, num_beams=num_beams),
+            search_options(model, num_beams=num_beams),
             accelerator=self.accelerator,
             batch_tokens=self.recipe.eval_batch_tokens,
             stop=stop,

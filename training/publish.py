@@ -26,7 +26,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedModel, 
 
 from training.card import Run, read_run, render_card
 from training.run_log import weights_digest
-from training.translate import decoding_config, load, translate_all
+from training.translate import load, search_options, translate_all
 
 # The model -----------------------------------------------------------------------------------------------------------
 
@@ -220,8 +220,8 @@ def verify(
             raise ValueError(f"{different[0]} is not that of {run.model}")
         verify_as_a_stranger(tensors, options.repo, commit, cache)
     lines = [source for source, _, _ in run.examples[:3]]
-    translations = translate_all(model, tokenizer, lines, decoding_config(model))
-    if translate_all(published, published_tokenizer, lines, decoding_config(published)) != translations:
+    translations = translate_all(model, tokenizer, lines, search_options(model))
+    if translate_all(published, published_tokenizer, lines, search_options(published)) != translations:
         raise ValueError(f"it does not translate like {run.model}")
 
 

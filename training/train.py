@@ -46,7 +46,7 @@ from training.ranks import OtherRankFailedError, Ranks, StopRequest
 from training.run_log import RunLog
 from training.streaming import StreamedBatches
 from training.tokenizer import check_vocabulary, load_tokenizer, tokenizer_digest, train_tokenizer
-from training.translate import decoding_config, load, translate_all
+from training.translate import load, search_options, translate_all
 
 logger = logging.getLogger("training")
 
@@ -378,7 +378,7 @@ def build_model(
     model.generation_config = GenerationConfig(
         **tokens,
         num_beams=recipe.num_beams,
-        length_penalty=recipe.length_penalty if recipe.num_beams > 1 else None,
+        length_penalty=recipe.alpha if recipe.num_beams > 1 else None,
         max_new_tokens=data_arguments.max_target_length,
         max_length_a=recipe.max_length_a,
         max_length_b=recipe.max_length_b,
@@ -479,9 +479,7 @@ def write_examples(
     rows = spaced_rows(len(evaluator.sources), recipe.num_samples)
     chosen = [as_line(evaluator.sources[row]) for row in rows]
     references = [as_line(evaluator.references[row]) for row in rows]
-    translations = translate_all(
-        model, tokenizer, chosen, decoding_config(model), batch_tokens=recipe.eval_batch_tokens
-    )
+    translations = translate_all(model, tokenizer, chosen, search_options(model), batch_tokens=recipe.eval_batch_tokens)
     for name, lines in (("source", chosen), ("reference", references), ("translation", translations)):
         (run / f"examples.{name}.txt").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     for source, translation in zip(chosen, translations, strict=True):

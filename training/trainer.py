@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,6 @@ from transformers import (
     EvalPrediction,
     PreTrainedTokenizerBase,
     Seq2SeqTrainer,
-    StoppingCriteriaList,
     TrainerCallback,
 )
 from transformers.trainer_pt_utils import get_length_grouped_indices
@@ -23,7 +23,7 @@ from training.evaluation import TranslationMetric, evaluate_loss, loss_batches
 from training.lines import as_line
 from training.objective import IGNORED, TrainingDivergedError
 from training.run_log import RunLog
-from training.translate import BATCH_TOKENS, StopAtOwnLength, caps_of, decoding_config
+from training.translate import BATCH_TOKENS, search_options
 
 
 class FineTuningTrainer(Seq2SeqTrainer):
@@ -96,6 +96,13 @@ class FineTuningTrainer(Seq2SeqTrainer):
 
         Seq2SeqTrainer's own step has one cap for all, and leaves its defaults in the model's generation config.
 
+        Args:
+            model: In evaluation mode.
+            inputs: A batch.
+            prediction_loss_only: As Seq2SeqTrainer's.
+            ignore_keys: Likewise.
+            **options: `num_beams` and `max_length`, which `predict` and `evaluate` take.
+
         Returns:
             No loss (see `evaluation_loop`), token ids `(batch, longest)`, and the labels `(batch, target_length)`.
         """
@@ -103,21 +110,14 @@ class FineTuningTrainer(Seq2SeqTrainer):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         inputs = self._prepare_inputs(inputs)
         chosen = {"num_beams": self.args.generation_num_beams, **getattr(self, "_gen_kwargs", {}), **options}
-        config = decoding_config(self.model, num_beams=chosen.pop("num_beams"))
-        caps = caps_of(config, inputs["attention_mask"].sum(dim=1).tolist())
-        config.max_new_tokens, config.min_new_tokens = max(caps), 1
-        own_length = StopAtOwnLength(torch.tensor(caps, device=inputs["input_ids"].device))
-        generated = self.model.generate(
-            input_ids=inputs["input_ids"],
-            attention_mask=inputs["attention_mask"],
-            generation_config=config,
-            stopping_criteria=StoppingCriteriaList([own_length]),
-            **chosen,
-        )
+        search = asdict(search_options(self.model, **chosen))
+        found = self.model.search(inputs["input_ids"], inputs["attention_mask"], **search)
         texts = self.processing_class.batch_decode(inputs["input_ids"], skip_special_tokens=True)
-        is_blank = torch.tensor([not text.strip() for text in texts], device=generated.device)
-        generated[is_blank] = self.processing_class.pad_token_id  # a blank line stays blank
-        return None, generated, inputs["labels"]
+        # A blank line stays blank.
+        rows = [one[0].tokens if text.strip() else [] for one, text in zip(found, texts, strict=True)]
+        width, pad = max(map(len, rows)), self.processing_class.pad_token_id
+        padded = [[*row, *[pad] * (width - len(row))] for row in rows]
+        return None, torch.tensor(padded, device=inputs["labels"].device), inputs["labels"]
 
     def evaluation_loop(self, dataloader: Any, *arguments: Any, metric_key_prefix: str = "eval", **options: Any) -> Any:
         """Evaluate; the loss is the sum over all target tokens divided once, not a mean of means of batches."""

@@ -1,163 +1,97 @@
 """Translate lines: `python -m training.translate --model DIR < source.txt > target.txt`.
 
-One line in, one line out, in the order of the input. A blank line stays blank and never reaches the model.
+One line in, one line out, in the order of the input. A blank line stays blank and never reaches the model. Files may be
+of any length: some thousands of lines are held at a time. With several processes (`torchrun --nproc_per_node 2 -m
+training.translate --model DIR --input source.txt --output target.txt`, or `accelerate launch` on accelerators) each
+translates a share of them. A file that was interrupted is continued by the same command with `--resume`.
 """
 
 import argparse
-import copy
+import contextlib
 import os
+import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from itertools import islice, repeat, zip_longest
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
+from accelerate import PartialState
+from accelerate.utils import gather_object
 from tqdm import tqdm
-from transformers import (
-    AutoModelForSeq2SeqLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    StoppingCriteria,
-    StoppingCriteriaList,
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_vanilla_trm import (
+    BATCH_TOKENS,
+    BeamSearchOptions,
+    DecodingOptions,
+    SamplingOptions,
+    saved_options,
+    translate_by_length,
+    translate_stream,
 )
-
-import hf_vanilla_trm  # noqa: F401  (its import makes the Auto classes know the model)
 from training.arguments import positive_integer
+from training.launching import processes_asked_for
 from training.lines import as_line, read_lines
+from training.long_sentences import join_translations
 from training.tokenizer import check_vocabulary
+from training.translation_output import FORMATS, OutputFile, StandardOutput, format_of
+from training.translator import Translator
 
-BATCH_TOKENS = 8192
-"""Source tokens times beams in a batch of decoding, padding included."""
-
-
-def decoding_config(
-    model: PreTrainedModel,
-    *,
-    num_beams: int | None = None,
-    length_penalty: float | None = None,
-    max_length_a: float | None = None,
-    max_length_b: int | None = None,
-) -> GenerationConfig:
-    """Return the model's generation config with some values replaced (None keeps the model's own).
-
-    `max_length_a` and `max_length_b` cap a translation of n source tokens at a * n + b tokens, EOS included in both.
-    They are entries of our own, saved in generation_config.json like the others; a model that has none gets a = 1 and
-    b = 50 (section 6.1).
-    """
-    config = copy.deepcopy(model.generation_config)
-    config.max_length_a = getattr(config, "max_length_a", 1.0) if max_length_a is None else max_length_a
-    config.max_length_b = getattr(config, "max_length_b", 50) if max_length_b is None else max_length_b
-    if num_beams is not None:
-        config.num_beams = num_beams
-    if length_penalty is not None:
-        config.length_penalty = length_penalty
-    if config.num_beams in (None, 1):  # a length penalty cannot be saved without beams
-        config.length_penalty = None
-    return config
+WINDOW = 4096
+"""Lines that are read before any of them is translated, so that batches hold similar lengths."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class StopAtOwnLength(StoppingCriteria):
-    """Ends each sentence at a cap of its own, so that a translation does not depend on its batch mates.
+def search_options(model: PreTrainedModel, *, num_beams: int | None = None, **others: Any) -> BeamSearchOptions:
+    """Return how a model searches: as its generation config says, but for what is given here and is not None.
 
     Args:
-        caps: Tokens that each sentence of the batch may generate, shape (batch,).
+        model: Has a generation config.
+        num_beams: Beams; 1 is greedy search.
+        **others: More fields of `BeamSearchOptions`.
     """
-
-    def __init__(self, caps: torch.Tensor) -> None:
-        self.caps = caps
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: object) -> torch.Tensor:
-        """Return True for the sequences, shape (batch * hypotheses, length), whose cap is reached."""
-        hypotheses = input_ids.shape[0] // self.caps.shape[0]
-        return input_ids.shape[1] - 1 >= self.caps.repeat_interleave(hypotheses)  # the start token does not count
-
-
-def caps_of(config: GenerationConfig, source_lengths: Sequence[int]) -> list[int]:
-    """Return how many tokens each sentence may generate, EOS included: a * source_length + b, and at least one.
-
-    Args:
-        config: From `decoding_config`.
-        source_lengths: Tokens of each source, EOS included.
-    """
-    return [max(1, int(config.max_length_a * length + config.max_length_b)) for length in source_lengths]
-
-
-def translate(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    texts: Sequence[str],
-    config: GenerationConfig,
-    *,
-    batch_tokens: int = BATCH_TOKENS,
-) -> Iterator[tuple[int, str]]:
-    """Translate texts in batches of similar length.
-
-    Args:
-        model: In evaluation mode.
-        tokenizer: The model's own.
-        texts: Any strings. One of nothing but white space is translated to "" without the model.
-        config: From `decoding_config`.
-        batch_tokens: Rows times longest source times beams, at most, unless one row alone is longer.
-
-    Yields:
-        (index, translation), longest source first. The translation is one line: line ends in it become spaces.
-    """
-    blank = [index for index, text in enumerate(texts) if not text.strip()]
-    yield from ((index, "") for index in blank)
-    filled = sorted(set(range(len(texts))).difference(blank))
-    if not filled:
-        return
-    sources = dict(zip(filled, tokenizer([texts[index] for index in filled], verbose=False)["input_ids"], strict=True))
-    filled.sort(key=lambda index: (-len(sources[index]), index))
-    budget = batch_tokens // (config.num_beams or 1)
-    while filled:
-        rows = max(1, budget // len(sources[filled[0]]))
-        batch, filled = filled[:rows], filled[rows:]
-        outputs = _generate(model, tokenizer, [sources[index] for index in batch], config)
-        for index, text in zip(batch, tokenizer.batch_decode(outputs, skip_special_tokens=True), strict=True):
-            yield index, as_line(text)
+    return saved_options(model.generation_config, num_beams=num_beams, **others)
 
 
 def translate_all(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     texts: Sequence[str],
-    config: GenerationConfig,
+    options: DecodingOptions,
     *,
     batch_tokens: int = BATCH_TOKENS,
     progress: str | None = None,
 ) -> list[str]:
-    """Return the translations of `translate` in the order of the texts, under a progress bar named `progress`."""
-    translations = translate(model, tokenizer, texts, config, batch_tokens=batch_tokens)
-    bar = tqdm(translations, total=len(texts), desc=progress, unit="line", disable=progress is None, leave=False)
-    return [text for _, text in sorted(bar)]
+    """Return the best translation of each text, as one line, in their order, under a progress bar named `progress`."""
+    bar = tqdm(total=len(texts), desc=progress, unit="line", disable=progress is None, leave=False)
+    lines = [""] * len(texts)
+    with bar:
+        for place, found in translate_by_length([model], tokenizer, texts, options, batch_tokens=batch_tokens):
+            lines[place] = as_line(found[0].text)
+            bar.update()
+    return lines
 
 
-@torch.inference_mode()
-def _generate(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sources: list[list[int]], config: GenerationConfig
-) -> torch.Tensor:
-    """Return token ids, shape (batch, longest), each row under its own cap."""
-    padded = tokenizer.pad({"input_ids": sources}, padding_side="right", return_tensors="pt").to(model.device)
-    caps = caps_of(config, [len(source) for source in sources])
-    config = copy.deepcopy(config)
-    config.max_new_tokens = max(caps)
-    config.min_new_tokens = 1  # a line that is not blank has a translation
-    own_length = StopAtOwnLength(torch.tensor(caps, device=model.device))
-    return model.generate(
-        input_ids=padded["input_ids"],
-        attention_mask=padded["attention_mask"],
-        generation_config=config,
-        stopping_criteria=StoppingCriteriaList([own_length]),
-    )
+def load(
+    folder: str, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load model (in evaluation mode) and tokenizer; code that comes with a model runs only if the user consents.
 
+    Args:
+        folder: A folder, or a Hub id.
+        device: None takes an accelerator if there is one.
+        dtype: Of the weights.
 
-def load(folder: str, device: torch.device | str | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load model (in evaluation mode) and tokenizer; code that comes with a model runs only if the user consents."""
+    Raises:
+        OSError: If there is no model.
+        ValueError: If the device is not there, or the tokenizer is of another vocabulary.
+    """
     try:
-        model = AutoModelForSeq2SeqLM.from_pretrained(folder)
+        model = AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=dtype)
     except OSError as error:
         raise OSError(f"there is no model in {folder!r}, neither as a folder nor on the Hub ({error})") from error
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -170,58 +104,252 @@ def load(folder: str, device: torch.device | str | None = None) -> tuple[PreTrai
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
+    """Parse the command line, and refuse what does not go together."""
     parser = argparse.ArgumentParser(description="Translate lines, one line each.", allow_abbrev=False)
-    parser.add_argument("--model", required=True, help="folder or Hub id of a model with tokenizer")
+    parser.add_argument("--model", required=True, nargs="+", help="folders or Hub ids; several are an ensemble")
     parser.add_argument("--input", type=Path, help="file of source lines (default: standard input)")
     parser.add_argument("--output", type=Path, help="file for the translations (default: standard output)")
-    parser.add_argument("--num_beams", type=positive_integer, help="default: the model's own")
-    parser.add_argument("--length_penalty", type=float, help="default: the model's own")
-    parser.add_argument("--max_length_a", type=float, help="cap a * source_length + b; default: the model's own, or 1")
-    parser.add_argument("--max_length_b", type=int, help="default: the model's own, or 50")
+    parser.add_argument("--prefix", type=Path, help="file of lines with which the translations must begin")
+    parser.add_argument("--interactive", action="store_true", help="translate what is typed, line by line")
+    parser.add_argument("--resume", action="store_true", help="continue an --output that was interrupted")
+    parser.add_argument(
+        "--format",
+        choices=FORMATS,
+        default="text",
+        help="text; subword pieces; scores; n-best lists as Moses has them (line ||| text ||| score); or JSON lines, "
+        "with tokens, their log-probabilities and alignments from attention (default: text)",
+    )
+    parser.add_argument("--n_best", type=positive_integer, default=1, help="translations a line, for nbest and json")
+    search = parser.add_argument_group("search (defaults are the model's own)")
+    search.add_argument("--num_beams", type=positive_integer)
+    search.add_argument("--alpha", type=float, help="a score is divided by ((5 + length) / 6) ** alpha")
+    search.add_argument("--max_length_a", type=float, help="cap a * source_length + b")
+    search.add_argument("--max_length_b", type=int)
+    search.add_argument("--min_length", type=int, help="tokens before EOS, at least (default: 1)")
+    search.add_argument("--no_repeat_ngram_size", type=int, help="no n tokens in a row occur twice")
+    sample = parser.add_argument_group("sampling, in place of searching")
+    sample.add_argument("--sample", action="store_true")
+    sample.add_argument("--temperature", type=float)
+    sample.add_argument("--top_k", type=int)
+    sample.add_argument("--top_p", type=float)
+    sample.add_argument("--seed", type=int, default=42)
+    parser.add_argument(
+        "--long", choices=("refuse", "split"), default="refuse", help="what becomes of lines that are too long"
+    )
+    parser.add_argument(
+        "--max_source_length", type=positive_integer, help="most tokens of a line (default: the model's positions)"
+    )
     parser.add_argument(
         "--batch_tokens", type=positive_integer, default=BATCH_TOKENS, help="source tokens times beams in a batch"
     )
     parser.add_argument("--device", type=torch.device, help="default: an accelerator if there is one")
-    return parser.parse_args(arguments)
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="precision of the weights (default: fp32)")
+    options = parser.parse_args(arguments)
+    if options.n_best > 1 and options.format not in ("nbest", "json"):
+        parser.error(f"--n_best {options.n_best} needs --format nbest or json: {options.format} has one for each line")
+    if options.interactive and (options.input or options.output or options.prefix):
+        parser.error("--interactive reads what is typed: it takes no --input, --output or --prefix")
+    if options.resume and not (options.output and options.input):
+        parser.error("--resume needs --input and --output: what goes through a pipe cannot be continued")
+    if options.resume and options.sample:
+        parser.error("--resume does not go with --sample: what is drawn depends on all that was drawn before")
+    if not options.sample and (options.temperature or options.top_k or options.top_p):
+        parser.error("--temperature, --top_k and --top_p need --sample")
+    return options
+
+
+def decoding_options(options: argparse.Namespace, model: PreTrainedModel) -> DecodingOptions:
+    """Return how to decode, from the command line and the model's generation config.
+
+    Raises:
+        ValueError: If a number is out of its range.
+    """
+    names = ("num_beams", "alpha", "max_length_a", "max_length_b", "min_length", "no_repeat_ngram_size")
+    given = {name: getattr(options, name) for name in names}
+    if not options.sample and given["num_beams"] is None and options.n_best > 1:
+        given["num_beams"] = max(options.n_best, search_options(model).num_beams)
+    chosen = search_options(model, num_hypotheses=None if options.sample else options.n_best, **given)
+    if not options.sample:
+        return chosen
+    common = {name: getattr(chosen, name) for name in DecodingOptions.__dataclass_fields__}
+    limits = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p")}
+    drawn = {name: value for name, value in limits.items() if value is not None}
+    return SamplingOptions(**common | drawn | {"num_hypotheses": options.n_best})
+
+
+def build_translator(options: argparse.Namespace, device: torch.device | None) -> Translator:
+    """Load the models.
+
+    Raises:
+        OSError: If one is not there.
+        ValueError: If they do not fit together, or an option does not fit them.
+    """
+    loaded = [load(folder, device, DTYPES[options.dtype]) for folder in options.model]
+    (model, tokenizer), *others = loaded
+    for folder, (other, its_tokenizer) in zip(options.model, loaded, strict=True):
+        if not hasattr(other, "search"):
+            raise ValueError(f"{folder} is a {type(other).__name__}: only models of this package are decoded here")
+        if its_tokenizer.get_vocab() != tokenizer.get_vocab():
+            raise ValueError(f"the models of an ensemble must have one vocabulary: {folder} has another")
+    if options.format == "json":
+        model.set_attn_implementation("eager")  # the others do not tell their probabilities
+    models = [model, *(other for other, _ in others)]
+    longest = min(one.config.max_position_embeddings for one in models)
+    return Translator(
+        models,
+        tokenizer,
+        decoding_options(options, model),
+        options.batch_tokens,
+        options.max_source_length or longest,
+        options.long == "split",
+        torch.Generator(model.device).manual_seed(options.seed) if options.sample else None,
+    )
+
+
+def windows(lines: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
+    """Yield lines and prefixes, some thousands at a time."""
+    lines = iter(lines)
+    while window := list(islice(lines, WINDOW)):
+        yield window
+
+
+def translate_file(options: argparse.Namespace, state: PartialState) -> int:
+    """Translate a file or standard input; return the exit code.
+
+    Raises:
+        OSError, ValueError: See `main`.
+    """
+    with ExitStack() as files:
+        source = sys.stdin.buffer if options.input is None else files.enter_context(options.input.open("rb"))
+        name = "standard input" if options.input is None else str(options.input)
+        lines = read_lines(source, name)
+        prefixes: Iterable[str] | None = None
+        if options.prefix is not None:
+            prefixes = read_lines(files.enter_context(options.prefix.open("rb")), str(options.prefix))
+        output: OutputFile | StandardOutput | None = StandardOutput() if options.output is None else None
+        if options.output is not None and state.is_main_process:
+            output = OutputFile(options.output, settings_of(options), resume=options.resume)
+        done = _same_on_all_ranks(output.lines_done if output else 0, state)
+        translator = build_translator(options, options.device or (state.device if state.num_processes > 1 else None))
+        write = format_of(options.format, translator.models[0], translator.tokenizer)
+        lines = output.skip_done(lines) if isinstance(output, OutputFile) else islice(lines, done, None)
+        pairs = with_prefixes(lines, None if prefixes is None else islice(prefixes, done, None))
+        total = None if options.input is None else count_lines(options.input)
+        bar = tqdm(total=total, initial=done, desc="Translating", unit="line", disable=not state.is_main_process)
+        with bar:
+            for window in windows(pairs):
+                texts = [line for line, _ in window]
+                parts = [translator.parts_of(line, f"{name}, line {done + n}") for n, line in enumerate(texts, start=1)]
+                found = translator.translate(parts, [prefix for _, prefix in window], state, bar)
+                if state.is_main_process:
+                    assert output is not None
+                    rows = zip(texts, found, strict=True)
+                    output.write("".join(write(done + n, *row) for n, row in enumerate(rows)), texts)
+                done += len(window)
+        if output is not None:
+            output.finish()
+    return 0
+
+
+def with_prefixes(lines: Iterable[str], prefixes: Iterable[str] | None) -> Iterator[tuple[str, str]]:
+    """Yield each line with its prefix, "" where there are none.
+
+    Raises:
+        ValueError: If there are not as many prefixes as lines.
+    """
+    if prefixes is None:
+        yield from zip(lines, repeat(""))
+        return
+    for line, prefix in zip_longest(lines, prefixes):
+        if line is None or prefix is None:
+            raise ValueError("--prefix and --input must have equally many lines")
+        yield line, prefix
+
+
+def settings_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the options on which the translations depend, as they can be written."""
+    left_out = ("resume", "output", "device", "interactive")
+    return {name: str(value) for name, value in vars(options).items() if name not in left_out}
+
+
+def count_lines(file: Path) -> int:
+    """Return how many lines `read_lines` will yield."""
+    lines, last = 0, b"\n"
+    with file.open("rb") as stream:
+        while block := stream.read(2**20):
+            lines, last = lines + block.count(b"\n"), block[-1:]
+    return lines + (last != b"\n")
+
+
+def _same_on_all_ranks(value: int, state: PartialState) -> int:
+    """Return the main process's value."""
+    return value if state.num_processes == 1 else int(gather_object([value])[0])
+
+
+def translate_what_is_typed(options: argparse.Namespace) -> int:
+    """Translate line by line until the end of input; return the exit code."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (gives `input` its history)
+    translator = build_translator(options, options.device)
+    write = format_of(options.format, translator.models[0], translator.tokenizer)
+    prompt = "> " if sys.stdin.isatty() else ""
+    number = 0
+    while True:
+        try:
+            line = input(prompt)
+        except EOFError:
+            return 0
+        try:
+            parts = translator.parts_of(line, "the line")
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr)
+            continue
+        stream = translate_stream(
+            translator.models, translator.tokenizer, parts, translator.options, generator=translator.generator
+        )
+        print(write(number, line, join_translations(list(stream))), end="", flush=True)
+        number += 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Translate a file or standard input; return the exit code."""
+    """Translate; return the exit code: 1 after an error, 130 after Ctrl-C."""
     options = parse_arguments(arguments)
     transformers.utils.logging.disable_progress_bar()
     try:
-        if options.input is None:
-            lines = list(read_lines(sys.stdin.buffer, "standard input"))
-        else:
-            with options.input.open("rb") as file:
-                lines = list(read_lines(file, str(options.input)))
-        if options.output is not None:
-            options.output.open("ab").close()  # better to learn now that it cannot be written
-        model, tokenizer = load(options.model, options.device)
+        if options.interactive:
+            return translate_what_is_typed(options)
+        state = PartialState(cpu=not torch.accelerator.is_available() or str(options.device) == "cpu")
+        check_ranks(options, state)
+        return translate_file(options, state)
     except (OSError, ValueError) as error:
+        if isinstance(error, BrokenPipeError):  # the reader, `head` for one, has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
         print(f"error: {error}", file=sys.stderr)
         return 1
-    config = decoding_config(
-        model,
-        num_beams=options.num_beams,
-        length_penalty=options.length_penalty,
-        max_length_a=options.max_length_a,
-        max_length_b=options.max_length_b,
-    )
-    translations = translate_all(
-        model, tokenizer, lines, config, batch_tokens=options.batch_tokens, progress="Translating"
-    )
-    text = "".join(f"{translation}\n" for translation in translations).encode("utf-8")
-    if options.output is not None:
-        options.output.write_bytes(text)
-        return 0
-    try:
-        sys.stdout.buffer.write(text)
-        sys.stdout.buffer.flush()
-    except BrokenPipeError:  # the reader, `head` for one, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+    except KeyboardInterrupt:
+        print(
+            "interrupted; what is written is continued with --resume" if options.output else "interrupted",
+            file=sys.stderr,
+        )
+        return 128 + signal.SIGINT
+
+
+def check_ranks(options: argparse.Namespace, state: PartialState) -> None:
+    """Refuse what several processes cannot do together.
+
+    Raises:
+        ValueError: If fewer processes work together than the launcher was asked for, or they would have to share a
+            pipe.
+    """
+    asked = processes_asked_for()
+    if state.num_processes != asked:
+        raise ValueError(
+            f"the launcher was asked for {asked} processes, but {state.num_processes} would work together; on a CPU, "
+            "where `accelerate launch` starts only one, use `torchrun --standalone --nproc_per_node N`"
+        )
+    if state.num_processes > 1 and (options.input is None or options.output is None):
+        raise ValueError("several processes need --input and --output: they cannot share a pipe")
 
 
 if __name__ == "__main__":
