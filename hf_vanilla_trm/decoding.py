@@ -179,6 +179,10 @@ class Task:
     device: torch.device | str = "cpu"
 
 
+LEAVING = 8
+"""Sources leave a batch when one in so many is done: what stays has to be copied."""
+
+
 @torch.inference_mode()
 def decode(
     model: StepModel, task: Task, options: DecodingOptions, generator: torch.Generator | None = None
@@ -196,9 +200,9 @@ def decode(
     """
     search = options.begin(task, generator)
     while search.sources:
-        parents, done = search.step(model.next_log_probs(search.tokens))
-        if done.any():
-            remaining = (~done).nonzero().flatten()
+        parents = search.step(model.next_log_probs(search.tokens))
+        if int(search.done.sum()) * LEAVING >= len(search.sources):
+            remaining = (~search.done).nonzero().flatten()
             search.keep(remaining)
             if not search.sources:
                 break
@@ -209,7 +213,7 @@ def decode(
 
 
 class _Search:
-    """What searching and sampling keep of their beams; tensors have a row for each source that is not done.
+    """What searching and sampling keep of their beams; tensors have a row for each source that has not left.
 
     Attributes:
         sources: Their places in the batch that was given.
@@ -217,11 +221,12 @@ class _Search:
         history: All of its tokens, `(batch, num_beams, length)`.
         token_log_probs: Of these, `(batch, num_beams, length)`.
         caps: `(batch,)`.
+        done: Whether a source has all its hypotheses, `(batch,)`; its beams go on without a meaning until it leaves.
         length: Steps made.
         results: Hypotheses found so far for every source that was given.
     """
 
-    rows: tuple[str, ...] = ("tokens", "history", "token_log_probs", "caps")
+    rows: tuple[str, ...] = ("tokens", "history", "token_log_probs", "caps", "done")
     """Names of the tensors."""
 
     def __init__(self, task: Task, options: DecodingOptions) -> None:
@@ -235,15 +240,16 @@ class _Search:
         self.caps = like.new_tensor([options.cap_of(length) for length in task.source_lengths])
         self.tokens = like.new_full((batch, beams), task.start_token_id, dtype=torch.int64)
         self.history, self.token_log_probs = like.to(torch.int64), like
+        self.done = torch.zeros_like(self.caps, dtype=torch.bool)
 
-    def step(self, log_probs: Tensor) -> tuple[Tensor, Tensor]:
+    def step(self, log_probs: Tensor) -> Tensor:
         """Extend the beams by one token.
 
         Args:
             log_probs: `(batch, num_beams, vocab_size)`.
 
         Returns:
-            Which of the old beams each beam extends, `(batch, num_beams)`, and which sources are done, `(batch,)`.
+            Which of the old beams each beam extends, `(batch, num_beams)`.
         """
         raise NotImplementedError
 
@@ -304,12 +310,12 @@ class _BeamSearch(_Search):
         penalties = [length_penalty(options.cap_of(length), self.alpha) for length in task.source_lengths]
         self.penalty_at_cap = self.totals.new_tensor(penalties)
 
-    def step(self, log_probs: Tensor) -> tuple[Tensor, Tensor]:
+    def step(self, log_probs: Tensor) -> Tensor:
         """See `_Search.step`."""
         beams = self.options.num_beams
         self.length += 1
         values, parents, words = best_continuations(self.totals.to(log_probs.dtype), self.allowed(log_probs), 2 * beams)
-        _check(values[:, 0] > NEVER)
+        _check((values[:, 0] > NEVER) | self.done)
         history, token_log_probs = self.extended(log_probs, parents, words)
         at_cap, is_eos = self.caps <= self.length, words == self.task.eos_token_id
         ended = (is_eos | at_cap.unsqueeze(1))[:, :beams] & (values[:, :beams] > NEVER)
@@ -318,10 +324,11 @@ class _BeamSearch(_Search):
         self.totals, going_on = values.masked_fill(is_eos, NEVER).topk(beams, dim=1)
         self.tokens = words.gather(1, going_on)
         self.history, self.token_log_probs = _of_beams(history, going_on), _of_beams(token_log_probs, going_on)
-        done = at_cap | (self.worst >= self.totals[:, 0] / self.penalty_at_cap)
+        self.done = at_cap | (self.worst >= self.totals[:, 0] / self.penalty_at_cap)
         if beams == 1:
-            done |= self.worst > NEVER
-        return parents.gather(1, going_on), done
+            self.done |= self.worst > NEVER
+        self.totals.masked_fill_(self.done.unsqueeze(1), NEVER)  # nothing more comes of these beams, and they stay done
+        return parents.gather(1, going_on)
 
     def _collect(self, ended: Tensor, values: Tensor, history: Tensor, token_log_probs: Tensor) -> None:
         """Take up the continuations that are marked in `ended` `(batch, num_beams)`."""
@@ -353,24 +360,25 @@ class _Sampling(_Search):
         self.ended = torch.zeros_like(self.tokens, dtype=torch.bool)
         self.lengths = torch.zeros_like(self.tokens)
 
-    def step(self, log_probs: Tensor) -> tuple[Tensor, Tensor]:
+    def step(self, log_probs: Tensor) -> Tensor:
         """See `_Search.step`."""
         self.length += 1
         probabilities = limited(self.allowed(log_probs), self.limits).softmax(dim=-1)
-        _check(probabilities.isfinite().all(dim=-1))
+        _check(probabilities.isfinite().all(dim=-1) | self.done.unsqueeze(1))
+        probabilities = probabilities.masked_fill(self.done.view(-1, 1, 1), 1.0)
         words = torch.multinomial(probabilities.flatten(0, 1), 1, generator=self.generator).view(self.tokens.shape)
         parents = torch.arange(words.size(1), device=words.device).expand_as(words)
         self.history, self.token_log_probs = self.extended(log_probs, parents, words)
         self.lengths = torch.where(self.ended, self.lengths, self.length)
         self.ended = self.ended | (words == self.task.eos_token_id) | (self.caps <= self.length).unsqueeze(1)
         self.tokens = words
-        done = self.ended.all(dim=1)
-        for row in done.nonzero().flatten().tolist():
+        done_before, self.done = self.done, self.ended.all(dim=1)
+        for row in (self.done & ~done_before).nonzero().flatten().tolist():
             for place, length in enumerate(self.lengths[row].tolist()):
                 log_probs_of = self.token_log_probs[row, place, :length].tolist()
                 hypothesis = Hypothesis(self.history[row, place, :length].tolist(), sum(log_probs_of), log_probs_of)
                 self.results[self.sources[row]].append(hypothesis)
-        return parents, done
+        return parents
 
 
 def limited(log_probs: Tensor, options: SamplingOptions) -> Tensor:

@@ -72,7 +72,7 @@ class IncrementalDecoder:
     """Answers a search with the log-probabilities of the next token.
 
     Keys and values have the shape `(batch, num_heads, key_length, d_k)`: of cross-attention one for each source token,
-    of self-attention one for each beam and step. The beams of a sentence attend to both together, as queries
+    of self-attention one for each beam and step, but a single one of the first, where beams are alike. The beams of a sentence attend to both together, as queries
     `(batch, num_heads, num_beams, d_k)`; `ancestors` says which of the slots hold a beam's own past.
 
     Args:
@@ -150,11 +150,17 @@ class IncrementalDecoder:
     def next_log_probs(self, tokens: Tensor) -> Tensor:
         """Log-probabilities `(batch, num_beams, vocab_size)` of what follows the newest tokens `(batch, num_beams)`."""
         decoder = self.decoder
+        first = self.length == 0  # all beams of a sentence are alike: one is enough
+        if first:
+            tokens = tokens[:, :1]
         hidden_states = decoder.embed(tokens, None)
         position = torch.tensor([self.length], device=hidden_states.device)
         hidden_states = decoder.add_positions(hidden_states, position, self.length + 1)
-        own_slots = self.own_slot.expand(tokens.size(0), -1, -1)
-        self.ancestors = torch.cat((self.ancestors, own_slots), dim=-1)
+        if first:
+            self.ancestors = self.ancestors.new_zeros((tokens.size(0), self.num_beams, 1))
+        else:
+            own_slots = self.own_slot.expand(tokens.size(0), -1, -1)
+            self.ancestors = torch.cat((self.ancestors, own_slots), dim=-1)
         self.length += 1
         for depth, layer in enumerate(self.depths):
             parts = layer.parts
@@ -167,7 +173,7 @@ class IncrementalDecoder:
             hidden_states = parts["feed_forward_layer_norm"](hidden_states + layer.feed_forward(hidden_states))
         logits = self.output(self.model.lm_head_projection(hidden_states))
         log_probs: Tensor = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
-        return log_probs
+        return log_probs.expand(-1, self.num_beams, -1)
 
     def _heads(self, projected: Tensor) -> Tensor:
         """`(batch, num_beams, d_model)` to `(batch, num_heads, num_beams, d_k)`."""
@@ -180,15 +186,15 @@ class IncrementalDecoder:
         """
         projected = layer.self_projection(hidden_states).unflatten(-1, (3, -1, self.d_k))
         query, key, value = projected.permute(2, 0, 3, 1, 4)  # each (batch, num_heads, num_beams, d_k)
-        end = self.length * self.num_beams
+        end, new = self.ancestors.size(-1), key.size(2)
         if depth == len(self.self_attention):
             self.self_attention.append(projected.new_empty((2, *key.shape[:2], 16 * self.num_beams, self.d_k)))
         past = self.self_attention[depth]
         if end > past.size(3):
             self.self_attention[depth] = past = torch.cat((past, torch.empty_like(past)), dim=3)
-        past[0, :, :, end - self.num_beams : end] = key
-        past[1, :, :, end - self.num_beams : end] = value
-        mask = self.ancestors if self.num_beams > 1 else None
+        past[0, :, :, end - new : end] = key
+        past[1, :, :, end - new : end] = value
+        mask = self.ancestors if new > 1 else None
         return attention(query, past[0, :, :, :end], past[1, :, :, :end], mask)
 
     def reorder(self, parents: Tensor) -> None:
@@ -203,7 +209,7 @@ class IncrementalDecoder:
         self.cross = self.cross[:, sentences]
         if self.cross_mask is not None:
             self.cross_mask = self.cross_mask[sentences]
-        end = self.length * self.num_beams
+        end = self.ancestors.size(-1)
         for depth, past in enumerate(self.self_attention):
             kept = past.new_empty((2, sentences.numel(), *past.shape[2:]))
             kept[:, :, :, :end] = past[:, sentences, :, :end]
