@@ -72,8 +72,9 @@ class IncrementalDecoder:
     """Answers a search with the log-probabilities of the next token.
 
     Keys and values have the shape `(batch, num_heads, key_length, d_k)`: of cross-attention one for each source token,
-    of self-attention one for each beam and step, but a single one of the first, where beams are alike. The beams of a sentence attend to both together, as queries
-    `(batch, num_heads, num_beams, d_k)`; `ancestors` says which of the slots hold a beam's own past.
+    of self-attention one for each beam and step, but a single one of the first step, in which beams are alike. The
+    beams of a sentence attend to both together, as queries `(batch, num_heads, num_beams, d_k)`; `ancestors` says which
+    of the slots hold a beam's own past.
 
     Args:
         model: A `VanillaTrmForConditionalGeneration`, in evaluation mode. Its weights are read now.
