@@ -16,6 +16,7 @@ from huggingface_hub import HfApi, ModelCard
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
+import training.score
 import training.train
 from tests.hub import READER, STRANGER, WRITER, Hub
 from tests.pairs import write_reversed_pairs
@@ -136,6 +137,70 @@ def test_the_card_holds_the_runs_own_numbers_and_every_kind_of_metadata(run):
 
 def test_the_card_is_the_same_each_time(run):
     assert str(card_of(run)) == str(card_of(run / "best"))
+
+
+@pytest.fixture
+def scores(run, trained, tmp_path):
+    """What training.score says of that run's model on its test data, with three beams."""
+    files = ["--source", trained.parent / "test.en", "--reference", trained.parent / "test.de"]
+    options = [
+        "--num_beams",
+        3,
+        "--alpha",
+        0.5,
+        "--bootstrap",
+        20,
+        "--device",
+        "cpu",
+        "--output",
+        tmp_path / "scores.json",
+    ]
+    assert training.score.main([*map(str, ["--model", run / "best", *files, *options])]) == 0
+    return tmp_path / "scores.json"
+
+
+def test_scores_of_the_score_command_stand_on_the_card_and_in_its_metadata(run, scores):
+    result = json.loads(scores.read_text())
+    without, text = str(card_of(run)), str(card_of(run, "--scores", str(scores)))
+    (before,), (index,) = (yaml.safe_load(card.split("---\n")[1])["model-index"] for card in (without, text))
+    *others, entry = index["results"]
+    assert others == before["results"]
+    assert entry["dataset"]["name"] == "test.en, test.de"
+    found = {metric["type"]: (metric["value"], metric["args"]["signature"]) for metric in entry["metrics"]}
+    assert found == {name: (score["score"], score["signature"]) for name, score in result["scores"].items()}
+    assert yaml.safe_load(text.split("---\n")[1])["metrics"] == ["bleu", "chrf", "exact_match", "ter"]
+    chrf = result["scores"]["chrf"]
+    low, high = chrf["interval"]
+    heading = "On test.en, test.de (7 lines), decoded with 3 beams and the paper's length penalty of alpha 0.5:"
+    row = f"| chrF | {chrf['score']:.2f} | [{low:.2f}, {high:.2f}] |"
+    for part in (heading, row, f"chrF is `{chrf['signature']}`", f"TER is `{result['scores']['ter']['signature']}`"):
+        assert part in text
+        assert part not in without
+    assert str(run.parent) not in text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda result: result["model"].update(weights="0"), "are of other weights than those in"),
+        (lambda result: result["model"].update(weights=None), "does not say of which weights its scores are"),
+        (lambda result: result.update(model=None, decoding=None), "does not say of which weights its scores are"),
+        (lambda result: result["scores"]["ter"].update(score=math.inf), "the score ter is inf"),
+        (lambda result: result["scores"]["ter"].update(score=None), "is no result of training.score"),
+        (lambda result: result.pop("lines"), "is no result of training.score: KeyError('lines')"),
+        (lambda result: result.pop("decoding"), "is no result of training.score: KeyError('decoding')"),
+    ],
+)
+def test_scores_that_are_not_this_models_are_not_published(run, scores, capsys, change, message):
+    edit(scores, change)
+    assert message in refusal(capsys, run, "--dry-run", "--scores", str(scores))
+
+
+def test_scores_that_cannot_be_read_or_told_apart_are_not_published(run, scores, capsys, tmp_path):
+    assert "two files are of data of one name, test.en, test.de" in refusal(capsys, run, "--scores", *[str(scores)] * 2)
+    assert "nothing.json" in refusal(capsys, run, "--scores", str(tmp_path / "nothing.json"))
+    scores.write_text("{")
+    assert "is no result of training.score" in refusal(capsys, run, "--scores", str(scores))
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import GenerationConfig
 
 from training.lines import read_lines
+from training.run_log import weights_digest
+from training.scoring import LABELS, data_of, describe, markdown_table, read_result
 
 CARD = Path(__file__).parent.parent / "model_card.md"
 METRICS = {"bleu": "BLEU", "chrf": "chrF", "exact_match": "exact match"}
@@ -44,6 +46,8 @@ LORA = ["lora_rank", "lora_alpha", "lora_dropout"]
 """Arguments that are shown where adapters were trained."""
 OPTIONS = {"language": "--language", "datasets": "--datasets", "license": "--license", "commit": "--commit"}
 """Options that fill a hole of the card when the run cannot."""
+OPTIONAL = {"scored"}
+"""Holes that may stay empty."""
 
 
 # What the run recorded ---------------------------------------------------------------------------------------------
@@ -114,6 +118,26 @@ def read_run(folder: Path) -> Run:
     return Run(run / "best", record, results, examples)
 
 
+def read_scored(run: Run, files: Sequence[Path]) -> list[dict[str, Any]]:
+    """Read what `training.score` wrote about the model of a run.
+
+    Raises:
+        OSError: If a file cannot be read.
+        ValueError: If it is no such file, its scores are of other weights, or two are on data of the same name.
+    """
+    results = [read_result(file) for file in files]
+    weights = weights_digest(run.model)
+    for file, result in zip(files, results, strict=True):
+        if result["model"]["weights"] != weights:
+            raise ValueError(f"the scores in {file} are of other weights than those in {run.model}")
+    names = [data_of(result) for result in results]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(
+            f"scores: two files are of data of one name, {twice[0]}, and no reader could tell which is which"
+        )
+    return results
+
+
 # The card ----------------------------------------------------------------------------------------------------------
 
 
@@ -131,7 +155,7 @@ def render_card(run: Run, options: argparse.Namespace) -> ModelCard:
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
     try:
         holes = jinja2.meta.find_undeclared_variables(environment.parse(text))
-        empty = [hole for hole in (*OPTIONS, *sorted(holes)) if values.get(hole) in (None, "", [])]
+        empty = [hole for hole in (*OPTIONS, *sorted(holes - OPTIONAL)) if values.get(hole) in (None, "", [])]
         # What an option fills comes first: without it, other holes have nothing to be filled with.
         if named := [f"{hole} (give {OPTIONS[hole]})" for hole in empty if hole in OPTIONS] or empty:
             raise ValueError(f"{CARD.name} has holes that this run does not fill: {', '.join(dict.fromkeys(named))}")
@@ -143,6 +167,7 @@ def render_card(run: Run, options: argparse.Namespace) -> ModelCard:
 def card_values(run: Run, options: argparse.Namespace) -> dict[str, Any]:
     """Return all that a card can say, by the names of the template's holes; None where nobody knows."""
     arguments, results, config = run.arguments, run.results, run.record["resolved"]["model"]
+    scored = read_scored(run, options.scores)
     languages = options.language or languages_of(arguments)
     datasets = options.datasets or datasets_of(arguments)
     base_model = (options.base_model or run.record["resolved"]["base_model"]) if run.was_fine_tuned else None
@@ -161,6 +186,7 @@ def card_values(run: Run, options: argparse.Namespace) -> dict[str, Any]:
         "decoding": decoding_of(run),
         "base_model": base_model,
         "origin": origin_of(run, base_model),
+        "scored": "\n\n".join(map(describe, scored)),
         "method": method_of(run),
         **{name: f"{results[name]:,}" for name in ("parameters", "updates", "epochs", "target_tokens", "minutes")},
         "max_source_length": arguments["max_source_length"],
@@ -175,17 +201,18 @@ def card_values(run: Run, options: argparse.Namespace) -> dict[str, Any]:
         values["example"], values["translation"] = example_of(run)
     if languages and datasets:
         values["training_data"] = training_data_of(arguments, datasets)
-        values["metadata"] = metadata(run, values).to_yaml()
+        values["metadata"] = metadata(run, values, scored).to_yaml()
     return values
 
 
-def metadata(run: Run, values: dict[str, Any]) -> ModelCardData:
-    """Return the Hub's metadata; its model-index holds the scores of results.json, with all their digits."""
+def metadata(run: Run, values: dict[str, Any], scored: Sequence[dict[str, Any]]) -> ModelCardData:
+    """Return the Hub's metadata; its model-index holds the scores of results.json and `scored`, with all digits."""
     arguments = run.arguments
+    task = f"Translation from {values['source_language']} to {values['target_language']}"
     results = [
         EvalResult(
             task_type="translation",
-            task_name=f"Translation from {values['source_language']} to {values['target_language']}",
+            task_name=task,
             dataset_type=values["datasets"][0],
             dataset_name=dataset_name_of(arguments, values["datasets"], split),
             dataset_config=arguments["dataset_config_name"],
@@ -198,6 +225,20 @@ def metadata(run: Run, values: dict[str, Any]) -> ModelCardData:
         for split, scores in run.scores.items()
         for metric in METRICS
     ]
+    results += [
+        EvalResult(
+            task_type="translation",
+            task_name=task,
+            dataset_type=data_of(result),
+            dataset_name=data_of(result),
+            metric_type=metric,
+            metric_name=LABELS.get(metric, metric),
+            metric_value=score["score"],
+            metric_args={"signature": score["signature"]} if score["signature"] else None,
+        )
+        for result in scored
+        for metric, score in result["scores"].items()
+    ]
     return ModelCardData(
         language=list(dict.fromkeys(values["language"])),
         license=values["license"],
@@ -205,7 +246,7 @@ def metadata(run: Run, values: dict[str, Any]) -> ModelCardData:
         pipeline_tag="translation",
         tags=["vanilla_trm", "hf_vanilla_trm", "attention-is-all-you-need"],
         datasets=values["datasets"],
-        metrics=list(METRICS),
+        metrics=list(dict.fromkeys([*METRICS, *(metric for result in scored for metric in result["scores"])])),
         model_name=values["name"],
         base_model=values["base_model"],
         eval_results=results,
@@ -360,7 +401,7 @@ def recipe_of(run: Run) -> str:
     rows |= {name: run.arguments[name] for name in names if name in run.arguments}
     rows |= {name: config[name] for name in ("dropout", "attention_dropout", "activation_dropout", "parameter_sharing")}
     rows |= {"mixed_precision": session["mixed_precision"], "stopped": run.results["stopped"]}
-    return _table(("argument", "value"), rows.items())
+    return markdown_table(("argument", "value"), rows.items())
 
 
 def results_table(run: Run) -> str:
@@ -378,7 +419,7 @@ def results_table(run: Run) -> str:
         (split, f"{scores['lines']:,}", *(f"{scores[name]:.2f}" for name in columns))
         for split, scores in run.scores.items()
     ]
-    return _table(("split", "lines", *columns.values()), rows)
+    return markdown_table(("split", "lines", *columns.values()), rows)
 
 
 def signatures_of(run: Run) -> str:
@@ -411,8 +452,3 @@ def commits_of(run: Run) -> str | None:
         return None
     lines = (f"commit {git['commit']}{' with uncommitted changes' if git['dirty'] else ''}" for git in commits)
     return ", then ".join(dict.fromkeys(lines))
-
-
-def _table(header: Sequence[str], rows: Any) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)

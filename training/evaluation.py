@@ -23,6 +23,7 @@ from training.batching import Batch, PairCollator, TokenBatchSampler
 from training.data import sequence_lengths
 from training.lines import as_line
 from training.objective import IGNORED
+from training.scoring import bleu_metric
 from training.translate import search_options
 
 logger = logging.getLogger(__name__)
@@ -54,12 +55,10 @@ class TranslationMetric(evaluate.Metric):
     """
 
     def __init__(self, bleu_tokenize: str = "13a", others: Sequence[str] = ()) -> None:
-        try:
-            self.bleu, self.chrf = sacrebleu.BLEU(tokenize=bleu_tokenize), sacrebleu.CHRF()
-        except (KeyError, ImportError, RuntimeError) as error:  # unknown, or without its own dependencies
-            raise ValueError(f"bleu_tokenize ({bleu_tokenize!r}): sacreBLEU has no such tokenizer here") from error
+        self.bleu = bleu_metric(bleu_tokenize, argument="bleu_tokenize")
+        self.chrf = sacrebleu.CHRF()
         super().__init__(keep_in_memory=True)
-        self.others = {Path(name).stem: _load_metric(name) for name in others}
+        self.others = {Path(name).stem: load_metric(name) for name in others}
         if len(self.others) < len(others):
             raise ValueError(f"two of the metrics have one name: {', '.join(others)}")
 
@@ -80,13 +79,7 @@ class TranslationMetric(evaluate.Metric):
         equal = sum(prediction == reference for prediction, reference in zip(predictions, references, strict=True))
         scores: dict[str, float | str] = {}
         for name, metric in self.others.items():
-            try:
-                result = metric.compute(predictions=predictions, references=references)
-            except (ArithmeticError, TypeError, ValueError) as error:
-                raise ValueError(f"the metric {name!r} cannot score these texts, a reference each: {error}") from error
-            of_metric = result if isinstance(result, dict) else {name: result}
-            numbers = {key: float(value) for key, value in of_metric.items() if isinstance(value, Real)}
-            scores |= {name if len(numbers) == 1 else f"{name}_{key}": value for key, value in numbers.items()}
+            scores |= numbers_of(name, metric, predictions, references)
         return scores | {
             # Rounding takes a perfect score a little above 100.
             "bleu": min(100.0, self.bleu.corpus_score(predictions, [references]).score),
@@ -97,11 +90,51 @@ class TranslationMetric(evaluate.Metric):
         }
 
 
-def _load_metric(name: str) -> evaluate.EvaluationModule:
+def load_metric(name: str) -> evaluate.EvaluationModule:
+    """Return a metric of the `evaluate` library, by its name or by the path of its script.
+
+    Raises:
+        ValueError: If it cannot be loaded.
+    """
     try:
         return evaluate.load(name)
     except (ConnectionError, ImportError, OSError, ValueError) as error:
         raise ValueError(f"the metric {name!r} cannot be loaded: {error}") from error
+
+
+def takes_sources(metric: evaluate.EvaluationModule) -> bool:
+    """Return whether a metric looks at the sources too, as learnt ones do."""
+    features = metric.features
+    return "sources" in (features[0] if isinstance(features, list) else features)
+
+
+def numbers_of(
+    name: str,
+    metric: evaluate.EvaluationModule,
+    predictions: Sequence[str],
+    references: Sequence[str],
+    sources: Sequence[str] | None = None,
+) -> dict[str, float]:
+    """Return the numbers that a metric of the `evaluate` library gives for texts.
+
+    Args:
+        name: What its number is called; where there are several, they are called `name_key`.
+        metric: From `load_metric`.
+        predictions: The texts that are scored.
+        references: One for each.
+        sources: Passed on to a metric that takes them.
+
+    Raises:
+        ValueError: If it cannot score these texts.
+    """
+    further = {"sources": sources} if sources is not None and takes_sources(metric) else {}
+    try:
+        result = metric.compute(predictions=predictions, references=references, **further)
+    except (ArithmeticError, TypeError, ValueError) as error:
+        raise ValueError(f"the metric {name!r} cannot score these texts, a reference each: {error}") from error
+    of_metric = result if isinstance(result, dict) else {name: result}
+    numbers = {key: float(value) for key, value in of_metric.items() if isinstance(value, Real)}
+    return {name if len(numbers) == 1 else f"{name}_{key}": value for key, value in numbers.items()}
 
 
 def loss_batches(

@@ -253,6 +253,14 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--base-model", "--base_model", type=_repo, metavar="ID", help="Hub id of the model that was fine-tuned"
     )
+    parser.add_argument(
+        "--scores",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="what training.score wrote of this model, for the card",
+    )
     parser.add_argument("--commit", help="commit of the training code, where the run did not know it")
     return parser.parse_args(arguments)
 
