@@ -4,9 +4,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from training import initialisation, sharing_speed, stream_memory, train_speed
+from training import decode_speed, initialisation, sharing_speed, stream_memory, train_speed
 
 BENCHMARKS = {
+    "decode": decode_speed,
     "initialisation": initialisation,
     "sharing": sharing_speed,
     "streaming": stream_memory,

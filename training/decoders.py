@@ -1,0 +1,156 @@
+"""Ways to translate with one and the same model, as a benchmark compares them: our `search`, transformers' `generate`
+and CTranslate2.
+
+Each takes a batch of tokens and gives one of tokens. The length penalty of all is 0.6, but of their own kind: of the
+paper's in `search`, and the length's power in the others. `search` caps every translation at 50 tokens more than its
+own source, the others at 50 more than the longest of the batch.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForSeq2SeqLM
+
+import hf_vanilla_trm  # noqa: F401  (its import makes the Auto classes know the model)
+
+LENGTH_PENALTY, MAX_LENGTH_B = 0.6, 50
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+Tokens = list[int]
+Decode = Callable[[Sequence[Tokens]], list[Tokens]]
+"""Translates one batch; each translation ends with EOS, unless it was ended by its cap."""
+
+
+@dataclass(frozen=True)
+class System:
+    """A decoder to measure.
+
+    Attributes:
+        load: Makes its `Decode`, also in another process.
+        sizes: Of batches, to be tried.
+        unit: What the sizes count: "sentences", or "source tokens", padding included.
+    """
+
+    load: Callable[[], Decode]
+    sizes: tuple[int, ...]
+    unit: str
+
+    def batches(self, sources: Sequence[Tokens], size: int) -> list[list[int]]:
+        """Return the numbers of the sources in batches of a size, longest first."""
+        order = sorted(range(len(sources)), key=lambda number: (-len(sources[number]), number))
+        if self.unit == "sentences":
+            return [order[start : start + size] for start in range(0, len(order), size)]
+        return batches_of_tokens(sources, order, size)
+
+
+def batches_of_tokens(sources: Sequence[Tokens], order: Sequence[int], tokens: int) -> list[list[int]]:
+    """Return the numbers of sources in batches: rows times longest source is at most `tokens`, but for a row alone.
+
+    Args:
+        sources: Tokens of each.
+        order: In which they are taken.
+        tokens: The budget.
+    """
+    batches: list[list[int]] = []
+    longest = 0
+    for number in order:
+        longest = max(longest, len(sources[number]))
+        if not batches or (len(batches[-1]) + 1) * longest > tokens:
+            batches.append([])
+            longest = len(sources[number])
+        batches[-1].append(number)
+    return batches
+
+
+def decoded(
+    decode: Decode, sources: Sequence[Tokens], batches: Sequence[Sequence[int]]
+) -> Iterator[tuple[int, Tokens]]:
+    """Yield (number, translation) of the sources in batches."""
+    for batch in batches:
+        yield from zip(batch, decode([sources[number] for number in batch]), strict=True)
+
+
+def padded(sources: Sequence[Tokens], pad: int) -> dict[str, torch.Tensor]:
+    """Return a batch as `input_ids` and `attention_mask`, both `(batch, source_length)`."""
+    rows = [torch.tensor(source) for source in sources]
+    input_ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad)
+    lengths = torch.tensor([len(source) for source in sources])
+    mask = torch.arange(input_ids.size(1)) < lengths.unsqueeze(1)
+    return {"input_ids": input_ids, "attention_mask": mask.long()}
+
+
+def load_model(folder: str, precision: str) -> Any:
+    """Return a model in evaluation mode with weights of a precision, a key of `PRECISIONS`."""
+    transformers.utils.logging.disable_progress_bar()
+    return AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=PRECISIONS[precision]).eval()
+
+
+def load_search(folder: str, precision: str, beams: int) -> Decode:
+    """Return the `search` of our own model."""
+    model = load_model(folder, precision)
+
+    return lambda sources: [hypothesis.tokens for hypothesis in best_of_search(model, sources, beams)]
+
+
+def best_of_search(model: Any, sources: Sequence[Tokens], beams: int) -> list[Any]:
+    """Return the best hypothesis of our model's `search` for each source of a batch."""
+    batch = padded(sources, model.config.pad_token_id)
+    found = model.search(**batch, num_beams=beams, alpha=LENGTH_PENALTY, max_length_b=MAX_LENGTH_B)
+    return [hypotheses[0] for hypotheses in found]
+
+
+def load_generate(folder: str, precision: str, beams: int) -> Decode:
+    """Return transformers' `generate` of our model or of a MarianMT."""
+    model = load_model(folder, precision)
+    pad, eos = model.config.pad_token_id, model.config.eos_token_id
+    options = {"do_sample": False, "num_beams": beams, "length_penalty": LENGTH_PENALTY if beams > 1 else None}
+
+    def decode(sources: Sequence[Tokens]) -> list[Tokens]:
+        cap = max(map(len, sources)) + MAX_LENGTH_B
+        rows = model.generate(**padded(sources, pad), **options, max_new_tokens=cap).tolist()
+        return [without_padding(row[1:], eos, pad) for row in rows]
+
+    return decode
+
+
+def without_padding(tokens: Tokens, eos: int, pad: int) -> Tokens:
+    """Return tokens up to EOS, or where there is none without the padding at their end."""
+    if eos in tokens:
+        return tokens[: tokens.index(eos) + 1]
+    while tokens and tokens[-1] == pad:
+        tokens = tokens[:-1]
+    return tokens
+
+
+def load_ctranslate2(folder: Path, kind: str, beams: int, vocabulary: Sequence[str]) -> Decode:
+    """Return the translator of CTranslate2, with as many threads as PyTorch has.
+
+    Args:
+        folder: From `to_ctranslate2`.
+        kind: In which type it computes.
+        beams: Of the search.
+        vocabulary: Its tokens, by id.
+    """
+    import ctranslate2
+
+    translator = ctranslate2.Translator(
+        str(folder), device="cpu", compute_type=kind, inter_threads=1, intra_threads=torch.get_num_threads()
+    )
+    ids = {token: number for number, token in enumerate(vocabulary)}
+
+    def decode(sources: Sequence[Tokens]) -> list[Tokens]:
+        results = translator.translate_batch(
+            [[vocabulary[token] for token in source] for source in sources],
+            beam_size=beams,
+            length_penalty=LENGTH_PENALTY,
+            max_decoding_length=max(map(len, sources)) + MAX_LENGTH_B,
+            min_decoding_length=0,
+            return_end_token=True,
+        )
+        return [[ids[token] for token in result.hypotheses[0]] for result in results]
+
+    return decode
