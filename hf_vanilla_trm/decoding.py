@@ -6,8 +6,9 @@ A search knows nothing of models: it asks for the log-probabilities of the next 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -142,9 +143,9 @@ class Hypothesis(NamedTuple):
     token_log_probs: list[float]
 
 
-def length_penalty(length: float, alpha: float) -> float:
-    """((5 + length) / 6)^alpha (Wu et al., 2016, equation 14)."""
-    return float(((5 + length) / 6) ** alpha)
+def length_penalty(length: Any, alpha: float) -> Any:
+    """((5 + length) / 6)^alpha (Wu et al., 2016, equation 14), of a number or an array."""
+    return ((5 + length) / 6) ** alpha
 
 
 class StepModel(Protocol):
@@ -202,7 +203,7 @@ def decode(
     while search.sources:
         parents = search.step(model.next_log_probs(search.tokens))
         if int(search.done.sum()) * LEAVING >= len(search.sources):
-            remaining = (~search.done).nonzero().flatten()
+            remaining = torch.from_numpy(np.flatnonzero(~search.done)).to(task.device)
             search.keep(remaining)
             if not search.sources:
                 break
@@ -213,34 +214,34 @@ def decode(
 
 
 class _Search:
-    """What searching and sampling keep of their beams; tensors have a row for each source that has not left.
+    """What searching and sampling keep of their beams: tensors on the device, arrays on the host, all with a row
+    for each source that has not left.
 
     Attributes:
         sources: Their places in the batch that was given.
         tokens: The newest token of each beam, `(batch, num_beams)`.
-        history: All of its tokens, `(batch, num_beams, length)`.
-        token_log_probs: Of these, `(batch, num_beams, length)`.
-        caps: `(batch,)`.
-        done: Whether a source has all its hypotheses, `(batch,)`; its beams go on without a meaning until it leaves.
+        history: All of its tokens, `(batch, num_beams, length)`, where something asks for them.
+        caps: `(batch,)`, an array.
+        done: Whether a source has all its hypotheses, `(batch,)`, an array; its beams go on without a meaning until it
+            leaves.
         length: Steps made.
-        results: Hypotheses found so far for every source that was given.
+        results: Hypotheses of every source that was given, once it is done.
     """
 
-    rows: tuple[str, ...] = ("tokens", "history", "token_log_probs", "caps", "done")
-    """Names of the tensors."""
+    rows: tuple[str, ...] = ("tokens", "history", "caps", "done")
+    """Names of the tensors and arrays."""
 
     def __init__(self, task: Task, options: DecodingOptions) -> None:
         self.task, self.options = task, options
-        batch, beams = len(task.source_lengths), options.num_beams
+        shape = len(task.source_lengths), options.num_beams
         check_prefixes(task, options)
-        self.sources = list(range(batch))
-        self.results: list[list[Hypothesis]] = [[] for _ in range(batch)]
+        self.sources = list(range(shape[0]))
+        self.results: list[list[Hypothesis]] = [[] for _ in self.sources]
         self.length = 0
-        like = torch.zeros((batch, beams, 0), device=task.device)
-        self.caps = like.new_tensor([options.cap_of(length) for length in task.source_lengths])
-        self.tokens = like.new_full((batch, beams), task.start_token_id, dtype=torch.int64)
-        self.history, self.token_log_probs = like.to(torch.int64), like
-        self.done = torch.zeros_like(self.caps, dtype=torch.bool)
+        self.caps = np.array([options.cap_of(length) for length in task.source_lengths])
+        self.done = np.zeros(shape[0], dtype=bool)
+        self.tokens = torch.full(shape, task.start_token_id, device=task.device)
+        self.history = self.tokens.new_empty((*shape, 0))
 
     def step(self, log_probs: Tensor) -> Tensor:
         """Extend the beams by one token.
@@ -255,15 +256,11 @@ class _Search:
 
     def keep(self, remaining: Tensor) -> None:
         """Go on with some of the sources, `(remaining,)` indices in the batch."""
-        self.sources = [self.sources[place] for place in remaining.tolist()]
+        places = remaining.cpu().numpy()
+        self.sources = [self.sources[place] for place in places]
         for name in self.rows:
-            setattr(self, name, getattr(self, name)[remaining])
-
-    def extended(self, log_probs: Tensor, parents: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
-        """History and log-probabilities of the beams `parents` `(batch, number)` with one more token each, `words`."""
-        history = torch.cat((_of_beams(self.history, parents), words.unsqueeze(-1)), dim=-1)
-        new = log_probs.flatten(1).gather(1, parents * log_probs.size(-1) + words).unsqueeze(-1)
-        return history, torch.cat((_of_beams(self.token_log_probs, parents).to(new.dtype), new), dim=-1)
+            value = getattr(self, name)
+            setattr(self, name, value[remaining if isinstance(value, Tensor) else places])
 
     def allowed(self, log_probs: Tensor) -> Tensor:
         """Log-probabilities with -inf for what options forbid at this step; a prefix forbids all but its own token."""
@@ -291,12 +288,41 @@ class _Search:
         return torch.tensor(tokens, device=self.tokens.device)
 
 
+class _Step(NamedTuple):
+    """What a step of a beam search leaves for telling a hypothesis from its last token, as arrays.
+
+    Attributes:
+        sources: Which the rows stand for, in rising order, `(batch,)`.
+        parents: Which of the old beams each beam extends, `(batch, num_beams)`.
+        tokens: By which token, `(batch, num_beams)`.
+        log_probs: Of that token, `(batch, num_beams)`.
+    """
+
+    sources: np.ndarray
+    parents: np.ndarray
+    tokens: np.ndarray
+    log_probs: np.ndarray
+
+
+class _End(NamedTuple):
+    """The last token of a hypothesis; `parent` is the beam, of the steps before, that it extends."""
+
+    score: float
+    length: int
+    parent: int
+    token: int
+    log_prob: float
+
+
 class _BeamSearch(_Search):
-    """The state of a search; see `BeamSearchOptions`.
+    """The state of a search; see `BeamSearchOptions`. All but the choice among the vocabulary happens on the host.
 
     Attributes:
         totals: The log-probability of each beam, `(batch, num_beams)`; -inf where there is none.
         worst: The score of the last of the hypotheses wanted, `(batch,)`; -inf until there are as many.
+        penalty_at_cap: `(batch,)`.
+        steps: All that were made.
+        ends: Of the hypotheses found so far for every source that was given, the best first.
     """
 
     rows = (*_Search.rows, "totals", "worst", "penalty_at_cap")
@@ -304,45 +330,71 @@ class _BeamSearch(_Search):
     def __init__(self, task: Task, options: BeamSearchOptions) -> None:
         super().__init__(task, options)
         self.alpha = options.alpha
-        self.totals = self.token_log_probs.new_full(self.tokens.shape, NEVER)
+        self.totals = np.full(self.tokens.shape, NEVER)
         self.totals[:, 0] = 0.0  # all beams are alike at first: one of them is enough
-        self.worst = self.totals.new_full(self.caps.shape, NEVER)
-        penalties = [length_penalty(options.cap_of(length), self.alpha) for length in task.source_lengths]
-        self.penalty_at_cap = self.totals.new_tensor(penalties)
+        self.worst = np.full(self.caps.shape, NEVER)
+        self.penalty_at_cap = length_penalty(self.caps, self.alpha)
+        self.steps: list[_Step] = []
+        self.ends: list[list[_End]] = [[] for _ in self.sources]
 
     def step(self, log_probs: Tensor) -> Tensor:
         """See `_Search.step`."""
         beams = self.options.num_beams
         self.length += 1
-        values, parents, words = best_continuations(self.totals.to(log_probs.dtype), self.allowed(log_probs), 2 * beams)
+        totals = torch.as_tensor(self.totals, dtype=log_probs.dtype, device=log_probs.device)
+        best = best_continuations(totals, self.allowed(log_probs), 2 * beams)
+        chosen = log_probs.flatten(1).gather(1, best[1] * log_probs.size(-1) + best[2])
+        values, parents, words, new = (tensor.cpu().numpy() for tensor in (*best, chosen))
         _check((values[:, 0] > NEVER) | self.done)
-        history, token_log_probs = self.extended(log_probs, parents, words)
         at_cap, is_eos = self.caps <= self.length, words == self.task.eos_token_id
-        ended = (is_eos | at_cap.unsqueeze(1))[:, :beams] & (values[:, :beams] > NEVER)
-        self._collect(ended, values, history, token_log_probs)
+        ended = (is_eos | at_cap[:, None])[:, :beams] & (values[:, :beams] > NEVER)
+        self._collect(ended, values, parents, words, new)
         # Among twice as many as there are beams, no more than one for each beam ends with EOS.
-        self.totals, going_on = values.masked_fill(is_eos, NEVER).topk(beams, dim=1)
-        self.tokens = words.gather(1, going_on)
-        self.history, self.token_log_probs = _of_beams(history, going_on), _of_beams(token_log_probs, going_on)
+        going_on = np.argsort(is_eos, axis=1, kind="stable")[:, :beams]
+        kept = [np.take_along_axis(array, going_on, axis=1) for array in (parents, words, new)]
+        self.steps.append(_Step(np.array(self.sources), *kept))
+        self.totals = np.take_along_axis(np.where(is_eos, NEVER, values), going_on, axis=1)
         self.done = at_cap | (self.worst >= self.totals[:, 0] / self.penalty_at_cap)
         if beams == 1:
             self.done |= self.worst > NEVER
-        self.totals.masked_fill_(self.done.unsqueeze(1), NEVER)  # nothing more comes of these beams, and they stay done
-        return parents.gather(1, going_on)
+        self.totals[self.done] = NEVER  # nothing more comes of these beams, and they stay done
+        followed = torch.from_numpy(kept[0]).to(log_probs.device)
+        self.tokens = torch.from_numpy(kept[1]).to(log_probs.device)
+        if self.options.no_repeat_ngram_size:
+            self.history = torch.cat((_of_beams(self.history, followed), self.tokens.unsqueeze(-1)), dim=-1)
+        return followed
 
-    def _collect(self, ended: Tensor, values: Tensor, history: Tensor, token_log_probs: Tensor) -> None:
+    def _collect(
+        self, ended: np.ndarray, values: np.ndarray, parents: np.ndarray, words: np.ndarray, new: np.ndarray
+    ) -> None:
         """Take up the continuations that are marked in `ended` `(batch, num_beams)`."""
         penalty, wanted = length_penalty(self.length, self.alpha), self.options.num_hypotheses
-        for row, place in ended.nonzero().tolist():
-            results = self.results[self.sources[row]]
-            score = float(values[row, place]) / penalty
-            if len(results) == wanted and score <= results[-1].score:
+        for row, place in np.argwhere(ended).tolist():
+            ends, score = self.ends[self.sources[row]], float(values[row, place]) / penalty
+            if len(ends) == wanted and score <= ends[-1].score:
                 continue
-            results.append(Hypothesis(history[row, place].tolist(), score, token_log_probs[row, place].tolist()))
-            results.sort(key=lambda hypothesis: -hypothesis.score)  # stable: of equals, the first stays first
-            del results[wanted:]
-            if len(results) == wanted:
-                self.worst[row] = results[-1].score
+            at = row, place
+            ends.append(_End(score, self.length, int(parents[at]), int(words[at]), float(new[at])))
+            ends.sort(key=lambda end: -end.score)  # stable: of equals, the first stays first
+            del ends[wanted:]
+            if len(ends) == wanted:
+                self.worst[row] = ends[-1].score
+
+    def keep(self, remaining: Tensor) -> None:
+        """See `_Search.keep`; what the others have found is told now."""
+        for source in set(self.sources).difference(self.sources[place] for place in remaining.tolist()):
+            self.results[source] = [self._hypothesis(source, end) for end in self.ends[source]]
+        super().keep(remaining)
+
+    def _hypothesis(self, source: int, end: _End) -> Hypothesis:
+        """The hypothesis that has this end, by going back from beam to beam."""
+        tokens, log_probs, beam = [end.token], [end.log_prob], end.parent
+        for step in reversed(self.steps[: end.length - 1]):
+            at = int(np.searchsorted(step.sources, source)), beam
+            tokens.append(int(step.tokens[at]))
+            log_probs.append(float(step.log_probs[at]))
+            beam = step.parents[at]
+        return Hypothesis(tokens[::-1], end.score, log_probs[::-1])
 
 
 class _Sampling(_Search):
@@ -352,11 +404,12 @@ class _Sampling(_Search):
         ended: Which hypotheses have, `(batch, num_hypotheses)`; they wait for the source's others.
     """
 
-    rows = (*_Search.rows, "ended", "lengths")
+    rows = (*_Search.rows, "token_log_probs", "ended", "lengths")
 
     def __init__(self, task: Task, options: SamplingOptions, generator: torch.Generator | None) -> None:
         super().__init__(task, options)
         self.limits, self.generator = options, generator
+        self.token_log_probs = torch.zeros(self.history.shape, device=task.device)
         self.ended = torch.zeros_like(self.tokens, dtype=torch.bool)
         self.lengths = torch.zeros_like(self.tokens)
 
@@ -364,16 +417,20 @@ class _Sampling(_Search):
         """See `_Search.step`."""
         self.length += 1
         probabilities = limited(self.allowed(log_probs), self.limits).softmax(dim=-1)
-        _check(probabilities.isfinite().all(dim=-1) | self.done.unsqueeze(1))
-        probabilities = probabilities.masked_fill(self.done.view(-1, 1, 1), 1.0)
+        done = torch.from_numpy(self.done).to(log_probs.device)
+        _check((probabilities.isfinite().all(dim=-1).all(dim=-1) | done).cpu().numpy())
+        probabilities = probabilities.masked_fill(done.view(-1, 1, 1), 1.0)
         words = torch.multinomial(probabilities.flatten(0, 1), 1, generator=self.generator).view(self.tokens.shape)
         parents = torch.arange(words.size(1), device=words.device).expand_as(words)
-        self.history, self.token_log_probs = self.extended(log_probs, parents, words)
+        self.history = torch.cat((self.history, words.unsqueeze(-1)), dim=-1)
+        new = log_probs.gather(2, words.unsqueeze(-1))
+        self.token_log_probs = torch.cat((self.token_log_probs.to(new.dtype), new), dim=-1)
         self.lengths = torch.where(self.ended, self.lengths, self.length)
-        self.ended = self.ended | (words == self.task.eos_token_id) | (self.caps <= self.length).unsqueeze(1)
+        at_cap = torch.from_numpy(self.caps <= self.length).to(words.device)
+        self.ended = self.ended | (words == self.task.eos_token_id) | at_cap.unsqueeze(1)
         self.tokens = words
-        done_before, self.done = self.done, self.ended.all(dim=1)
-        for row in (self.done & ~done_before).nonzero().flatten().tolist():
+        done_before, self.done = self.done, self.ended.all(dim=1).cpu().numpy()
+        for row in np.flatnonzero(self.done & ~done_before).tolist():
             for place, length in enumerate(self.lengths[row].tolist()):
                 log_probs_of = self.token_log_probs[row, place, :length].tolist()
                 hypothesis = Hypothesis(self.history[row, place, :length].tolist(), sum(log_probs_of), log_probs_of)
@@ -483,6 +540,6 @@ def _of_beams(tensor: Tensor, beams: Tensor) -> Tensor:
     return tensor.gather(1, beams.unsqueeze(-1).expand(-1, -1, tensor.size(-1)))
 
 
-def _check(usable: Tensor) -> None:
-    if not bool(usable.all()):
+def _check(usable: np.ndarray) -> None:
+    if not usable.all():
         raise ValueError("no token has a probability: the model's outputs are not finite, or all tokens are forbidden")

@@ -11,9 +11,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from .layers import FeedForward, softmax
+from .layers import FeedForward, row_multiple
 from .projections import by_columns, has_plain_call, is_plain, linear
 
+FIRST_STEPS = 16
+"""Steps for which there is room at first; it is doubled where that is not enough."""
 MANY_ROWS = 32
 """Rows, of all beams, from which on a batch makes up for storing the decoder's weights anew."""
 
@@ -103,12 +105,14 @@ class IncrementalDecoder:
         self._prepare_depths(many_rows)
         self.output = joined([model.lm_head], many_rows=many_rows)
         self._attend_to(encoder_hidden_states, attention_mask)
-        self.length = 0
-        self.self_attention: list[Tensor] = []
+        self.length = self.slots = 0
         # In the precision of the scores, which autocast may have lowered.
-        self.ancestors = self.cross.new_zeros((encoder_hidden_states.size(0), num_beams, 0))
-        self.own_slot = self.cross.new_full((num_beams, num_beams), torch.finfo(self.cross.dtype).min)
-        self.own_slot.fill_diagonal_(0.0)
+        self.lowest = torch.finfo(self.cross.dtype).min
+        _, batch, num_heads, _, _ = self.cross.shape
+        capacity = _rounded_up(FIRST_STEPS * num_beams, self.cross)
+        self.past = self.cross.new_zeros((len(self.depths), 2, batch, num_heads, capacity, self.d_k))
+        self.ancestors = self.cross.new_full((batch, num_beams, capacity), self.lowest)
+        self.own_slot = self.cross.new_full((num_beams, num_beams), self.lowest).fill_diagonal_(0.0)
 
     def _prepare_depths(self, many_rows: bool) -> None:
         scale, join = self.d_k**-0.5, partial(joined, many_rows=many_rows)
@@ -136,67 +140,72 @@ class IncrementalDecoder:
         """Compute the keys and values of every distinct cross-attention, once."""
         linears = [linear for cross in self.cross_attentions for linear in (cross.k_proj, cross.v_proj)]
         batch, length, _ = encoder_hidden_states.shape
-        projected = joined(linears)(encoder_hidden_states).view(batch, length, len(linears), -1, self.d_k)
+        projected = joined(linears, many_rows=False)(encoder_hidden_states)
+        further = _rounded_up(length, projected) - length
+        heads = projected.view(batch, length, len(linears), -1, self.d_k).permute(2, 0, 3, 1, 4)
         # (2 * cross-attentions, batch, num_heads, source_length, d_k)
-        self.cross = projected.permute(2, 0, 3, 1, 4).contiguous()
+        self.cross = nn.functional.pad(heads, (0, 0, 0, further)).contiguous()
         self.cross_mask: Tensor | None = None
-        if attention_mask is not None and not bool(attention_mask.all()):
-            padding = attention_mask == 0
+        if further or (attention_mask is not None and not bool(attention_mask.all())):
+            mask = encoder_hidden_states.new_ones((batch, length)) if attention_mask is None else attention_mask
+            padding = nn.functional.pad(mask, (0, further)) == 0
             lowest = torch.finfo(self.cross.dtype).min
-            mask = torch.zeros_like(padding, dtype=self.cross.dtype).masked_fill(padding, lowest)
-            self.cross_mask = mask.unsqueeze(1)  # (batch, 1, source_length)
+            as_scores = torch.zeros_like(padding, dtype=self.cross.dtype).masked_fill(padding, lowest)
+            self.cross_mask = as_scores.unsqueeze(1)  # (batch, 1, source_length)
             # To a source without a token attention gives zeros, as in the model.
             self.cross[:, padding.all(dim=1)] = 0.0
 
     def next_log_probs(self, tokens: Tensor) -> Tensor:
         """Log-probabilities `(batch, num_beams, vocab_size)` of what follows the newest tokens `(batch, num_beams)`."""
-        decoder = self.decoder
-        first = self.length == 0  # all beams of a sentence are alike: one is enough
-        if first:
+        if self.length == 0:  # all beams of a sentence are alike: one is enough
             tokens = tokens[:, :1]
-        hidden_states = decoder.embed(tokens, None)
-        position = torch.tensor([self.length], device=hidden_states.device)
-        hidden_states = decoder.add_positions(hidden_states, position, self.length + 1)
-        if first:
-            self.ancestors = self.ancestors.new_zeros((tokens.size(0), self.num_beams, 1))
-        else:
-            own_slots = self.own_slot.expand(tokens.size(0), -1, -1)
-            self.ancestors = torch.cat((self.ancestors, own_slots), dim=-1)
-        self.length += 1
+        mask = self._take_slots(tokens.size(1))
+        hidden_states = self.decoder.embed(tokens, None) + self._encoding()
         for depth, layer in enumerate(self.depths):
             parts = layer.parts
-            attended = layer.self_output(self._attend_to_past(layer, depth, hidden_states))
+            attended = layer.self_output(self._attend_to_past(layer, depth, hidden_states, mask))
             hidden_states = parts["self_attn_layer_norm"](hidden_states + attended)
             keys, values = self.cross[2 * layer.cross], self.cross[2 * layer.cross + 1]
-            query = self._heads(layer.cross_query(hidden_states))
+            query = layer.cross_query(hidden_states).unflatten(-1, (-1, self.d_k)).transpose(1, 2)
             attended = layer.cross_output(attention(query, keys, values, self.cross_mask))
             hidden_states = parts["cross_attn_layer_norm"](hidden_states + attended)
             hidden_states = parts["feed_forward_layer_norm"](hidden_states + layer.feed_forward(hidden_states))
+        self.length += 1
         logits = self.output(self.model.lm_head_projection(hidden_states))
         log_probs: Tensor = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
         return log_probs.expand(-1, self.num_beams, -1)
 
-    def _heads(self, projected: Tensor) -> Tensor:
-        """`(batch, num_beams, d_model)` to `(batch, num_heads, num_beams, d_k)`."""
-        heads: Tensor = projected.unflatten(-1, (-1, self.d_k)).transpose(1, 2)
-        return heads
+    def _encoding(self) -> Tensor:
+        """The encoding of the newest position, `(d_model,)` (section 3.5)."""
+        positions = self.decoder.embed_positions
+        if self.length < positions.num_positions:
+            encoding: Tensor = positions.table[self.length]
+        else:
+            encoding = positions(torch.tensor([self.length], device=self.cross.device), self.length + 1)[0]
+        return encoding.to(self.decoder.embed_tokens.weight.dtype)
 
-    def _attend_to_past(self, layer: DecoderDepth, depth: int, hidden_states: Tensor) -> Tensor:
+    def _take_slots(self, number: int) -> Tensor:
+        """Take so many new slots of the past; return the mask of what the newest tokens may attend to: `(batch, number,
+        key_length)`, each its own slot and those of its ancestors.
+        """
+        start, end = self.slots, self.slots + number
+        if end > self.ancestors.size(-1):
+            self.past = torch.cat((self.past, torch.zeros_like(self.past)), dim=-2)
+            self.ancestors = torch.cat((self.ancestors, torch.full_like(self.ancestors, self.lowest)), dim=-1)
+        self.ancestors[:, :, start:end] = 0.0 if number == 1 else self.own_slot
+        self.slots = end
+        return self.ancestors[:, :number, : _rounded_up(end, self.past)]
+
+    def _attend_to_past(self, layer: DecoderDepth, depth: int, hidden_states: Tensor, mask: Tensor) -> Tensor:
         """Self-attention of the newest tokens, whose keys and values it adds to the past: `(batch, num_beams,
         d_model)`.
         """
         projected = layer.self_projection(hidden_states).unflatten(-1, (3, -1, self.d_k))
-        query, key, value = projected.permute(2, 0, 3, 1, 4)  # each (batch, num_heads, num_beams, d_k)
-        end, new = self.ancestors.size(-1), key.size(2)
-        if depth == len(self.self_attention):
-            self.self_attention.append(projected.new_empty((2, *key.shape[:2], 16 * self.num_beams, self.d_k)))
-        past = self.self_attention[depth]
-        if end > past.size(3):
-            self.self_attention[depth] = past = torch.cat((past, torch.empty_like(past)), dim=3)
-        past[0, :, :, end - new : end] = key
-        past[1, :, :, end - new : end] = value
-        mask = self.ancestors if new > 1 else None
-        return attention(query, past[0, :, :, :end], past[1, :, :, :end], mask)
+        by_heads = projected.permute(2, 0, 3, 1, 4)  # (3, batch, num_heads, num_beams, d_k)
+        past, new = self.past[depth], hidden_states.size(1)
+        past[:, :, :, self.slots - new : self.slots] = by_heads[1:]
+        keys, values = past[..., : mask.size(-1), :]
+        return attention(by_heads[0], keys, values, mask)
 
     def reorder(self, parents: Tensor) -> None:
         """Go on with other beams: `parents` `(batch, num_beams)` says which of the old beams each new one extends."""
@@ -210,11 +219,13 @@ class IncrementalDecoder:
         self.cross = self.cross[:, sentences]
         if self.cross_mask is not None:
             self.cross_mask = self.cross_mask[sentences]
-        end = self.ancestors.size(-1)
-        for depth, past in enumerate(self.self_attention):
-            kept = past.new_empty((2, sentences.numel(), *past.shape[2:]))
-            kept[:, :, :, :end] = past[:, sentences, :, :end]
-            self.self_attention[depth] = kept
+        self.past = self.past[:, :, sentences]
+
+
+def _rounded_up(length: int, tensor: Tensor) -> int:
+    """The next multiple of what fills a register, so that a softmax over as many keys is fast."""
+    multiple = row_multiple(tensor)
+    return -(-length // multiple) * multiple
 
 
 def feed_forward(network: Any, join: Callable[..., Map]) -> Map:
@@ -242,7 +253,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) ->
     scores = query @ key.transpose(-2, -1)
     if mask is not None:
         scores += mask.unsqueeze(1)
-    heads = softmax(scores) @ value
+    heads = scores.softmax(dim=-1) @ value
     return heads.transpose(1, 2).flatten(2)
 
 

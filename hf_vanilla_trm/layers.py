@@ -67,6 +67,11 @@ ALIGNED_ROW = 8
 """Elements of which the rows of a matrix should be multiples on an accelerator."""
 
 
+def row_multiple(tensor: Tensor) -> int:
+    """Elements of which the rows of a tensor of this precision and device should be multiples."""
+    return VECTOR_BYTES // tensor.element_size() if tensor.device.type == "cpu" else ALIGNED_ROW
+
+
 def softmax(scores: Tensor) -> Tensor:
     """The softmax over the last dimension, and zeros for a row of nothing but the lowest finite numbers.
 
@@ -74,8 +79,7 @@ def softmax(scores: Tensor) -> Tensor:
     number. (With -inf in the place of that, the row would be 0/0, and NaN in its gradient.) On a CPU there are enough
     further columns to fill a vector register: for shorter rows PyTorch's softmax takes ten times as long.
     """
-    length = scores.size(-1)
-    lanes = VECTOR_BYTES // scores.element_size() if scores.device.type == "cpu" else ALIGNED_ROW
+    length, lanes = scores.size(-1), row_multiple(scores)
     further = lanes - length % lanes
     padded = nn.functional.pad(scores, (0, further), value=torch.finfo(scores.dtype).min / 2)
     return padded.softmax(dim=-1)[..., :length]
