@@ -180,8 +180,8 @@ class Task:
     device: torch.device | str = "cpu"
 
 
-LEAVING = 8
-"""Sources leave a batch when one in so many is done: what stays has to be copied."""
+LEAVING = 16
+"""Sources leave a batch when one in so many is done."""
 
 
 @torch.inference_mode()
@@ -203,7 +203,7 @@ def decode(
     while search.sources:
         parents = search.step(model.next_log_probs(search.tokens))
         if int(search.done.sum()) * LEAVING >= len(search.sources):
-            remaining = torch.from_numpy(np.flatnonzero(~search.done)).to(task.device)
+            remaining = torch.from_numpy(without(search.done)).to(task.device)
             search.keep(remaining)
             if not search.sources:
                 break
@@ -211,6 +211,21 @@ def decode(
             parents = parents[remaining]
         model.reorder(parents)
     return search.results
+
+
+def without(done: np.ndarray) -> np.ndarray:
+    """The places of what is not done, so that as few as possible are elsewhere afterwards: the last fill the gaps.
+
+    Args:
+        done: `(batch,)`.
+
+    Returns:
+        `(remaining,)`: what stands at the places 0, 1, ... from now on.
+    """
+    remaining = np.arange(np.count_nonzero(~done))
+    gaps = np.flatnonzero(done[: len(remaining)])
+    remaining[gaps] = len(remaining) + np.flatnonzero(~done[len(remaining) :])
+    return remaining
 
 
 class _Search:
@@ -292,13 +307,13 @@ class _Step(NamedTuple):
     """What a step of a beam search leaves for telling a hypothesis from its last token, as arrays.
 
     Attributes:
-        sources: Which the rows stand for, in rising order, `(batch,)`.
+        rows: Of every source that was given, as long as it has one.
         parents: Which of the old beams each beam extends, `(batch, num_beams)`.
         tokens: By which token, `(batch, num_beams)`.
         log_probs: Of that token, `(batch, num_beams)`.
     """
 
-    sources: np.ndarray
+    rows: dict[int, int]
     parents: np.ndarray
     tokens: np.ndarray
     log_probs: np.ndarray
@@ -321,6 +336,7 @@ class _BeamSearch(_Search):
         totals: The log-probability of each beam, `(batch, num_beams)`; -inf where there is none.
         worst: The score of the last of the hypotheses wanted, `(batch,)`; -inf until there are as many.
         penalty_at_cap: `(batch,)`.
+        row_of: The row of each source that has not left.
         steps: All that were made.
         ends: Of the hypotheses found so far for every source that was given, the best first.
     """
@@ -334,6 +350,7 @@ class _BeamSearch(_Search):
         self.totals[:, 0] = 0.0  # all beams are alike at first: one of them is enough
         self.worst = np.full(self.caps.shape, NEVER)
         self.penalty_at_cap = length_penalty(self.caps, self.alpha)
+        self.row_of = {source: row for row, source in enumerate(self.sources)}
         self.steps: list[_Step] = []
         self.ends: list[list[_End]] = [[] for _ in self.sources]
 
@@ -352,7 +369,7 @@ class _BeamSearch(_Search):
         # Among twice as many as there are beams, no more than one for each beam ends with EOS.
         going_on = np.argsort(is_eos, axis=1, kind="stable")[:, :beams]
         kept = [np.take_along_axis(array, going_on, axis=1) for array in (parents, words, new)]
-        self.steps.append(_Step(np.array(self.sources), *kept))
+        self.steps.append(_Step(self.row_of, *kept))
         self.totals = np.take_along_axis(np.where(is_eos, NEVER, values), going_on, axis=1)
         self.done = at_cap | (self.worst >= self.totals[:, 0] / self.penalty_at_cap)
         if beams == 1:
@@ -385,12 +402,13 @@ class _BeamSearch(_Search):
         for source in set(self.sources).difference(self.sources[place] for place in remaining.tolist()):
             self.results[source] = [self._hypothesis(source, end) for end in self.ends[source]]
         super().keep(remaining)
+        self.row_of = {source: row for row, source in enumerate(self.sources)}
 
     def _hypothesis(self, source: int, end: _End) -> Hypothesis:
         """The hypothesis that has this end, by going back from beam to beam."""
         tokens, log_probs, beam = [end.token], [end.log_prob], end.parent
         for step in reversed(self.steps[: end.length - 1]):
-            at = int(np.searchsorted(step.sources, source)), beam
+            at = step.rows[source], beam
             tokens.append(int(step.tokens[at]))
             log_probs.append(float(step.log_probs[at]))
             beam = step.parents[at]

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from .layers import FeedForward, row_multiple
 from .projections import by_columns, has_plain_call, is_plain, linear
 
-FIRST_STEPS = 16
-"""Steps for which there is room at first; it is doubled where that is not enough."""
+FURTHER_STEPS = 8
+"""Steps, more than source tokens, for which there is room at first; it is doubled where that is not enough."""
 MANY_ROWS = 32
 """Rows, of all beams, from which on a batch makes up for storing the decoder's weights anew."""
 
@@ -76,7 +76,8 @@ class IncrementalDecoder:
     Keys and values have the shape `(batch, num_heads, key_length, d_k)`: of cross-attention one for each source token,
     of self-attention one for each beam and step, but a single one of the first step, in which beams are alike. The
     beams of a sentence attend to both together, as queries `(batch, num_heads, num_beams, d_k)`; `ancestors` says which
-    of the slots hold a beam's own past.
+    of the slots hold a beam's own past. On a CPU, where products of many small matrices are slow in bfloat16, they are
+    in float32.
 
     Args:
         model: A `VanillaTrmForConditionalGeneration`, in evaluation mode. Its weights are read now.
@@ -106,11 +107,10 @@ class IncrementalDecoder:
         self.output = joined([model.lm_head], many_rows=many_rows)
         self._attend_to(encoder_hidden_states, attention_mask)
         self.length = self.slots = 0
-        # In the precision of the scores, which autocast may have lowered.
-        self.lowest = torch.finfo(self.cross.dtype).min
+        self.lowest = lowest_of(self.cross)
         _, batch, num_heads, _, _ = self.cross.shape
-        capacity = _rounded_up(FIRST_STEPS * num_beams, self.cross)
-        self.past = self.cross.new_zeros((len(self.depths), 2, batch, num_heads, capacity, self.d_k))
+        capacity = _rounded_up((encoder_hidden_states.size(1) + FURTHER_STEPS) * num_beams, self.cross)
+        self.past = self.cross.new_empty((len(self.depths), 2, batch, num_heads, capacity, self.d_k))
         self.ancestors = self.cross.new_full((batch, num_beams, capacity), self.lowest)
         self.own_slot = self.cross.new_full((num_beams, num_beams), self.lowest).fill_diagonal_(0.0)
 
@@ -141,16 +141,17 @@ class IncrementalDecoder:
         linears = [linear for cross in self.cross_attentions for linear in (cross.k_proj, cross.v_proj)]
         batch, length, _ = encoder_hidden_states.shape
         projected = joined(linears, many_rows=False)(encoder_hidden_states)
-        further = _rounded_up(length, projected) - length
         heads = projected.view(batch, length, len(linears), -1, self.d_k).permute(2, 0, 3, 1, 4)
+        if heads.device.type == "cpu":
+            heads = heads.to(torch.promote_types(heads.dtype, torch.float32))
+        further = _rounded_up(length, heads) - length
         # (2 * cross-attentions, batch, num_heads, source_length, d_k)
         self.cross = nn.functional.pad(heads, (0, 0, 0, further)).contiguous()
         self.cross_mask: Tensor | None = None
         if further or (attention_mask is not None and not bool(attention_mask.all())):
             mask = encoder_hidden_states.new_ones((batch, length)) if attention_mask is None else attention_mask
             padding = nn.functional.pad(mask, (0, further)) == 0
-            lowest = torch.finfo(self.cross.dtype).min
-            as_scores = torch.zeros_like(padding, dtype=self.cross.dtype).masked_fill(padding, lowest)
+            as_scores = torch.zeros_like(padding, dtype=self.cross.dtype).masked_fill(padding, lowest_of(self.cross))
             self.cross_mask = as_scores.unsqueeze(1)  # (batch, 1, source_length)
             # To a source without a token attention gives zeros, as in the model.
             self.cross[:, padding.all(dim=1)] = 0.0
@@ -190,11 +191,13 @@ class IncrementalDecoder:
         """
         start, end = self.slots, self.slots + number
         if end > self.ancestors.size(-1):
-            self.past = torch.cat((self.past, torch.zeros_like(self.past)), dim=-2)
+            self.past = torch.cat((self.past, torch.empty_like(self.past)), dim=-2)
             self.ancestors = torch.cat((self.ancestors, torch.full_like(self.ancestors, self.lowest)), dim=-1)
         self.ancestors[:, :, start:end] = 0.0 if number == 1 else self.own_slot
-        self.slots = end
-        return self.ancestors[:, :number, : _rounded_up(end, self.past)]
+        self.slots, width = end, _rounded_up(end, self.past)
+        if width > _rounded_up(start, self.past):  # what has no weight must be numbers all the same
+            self.past[..., start:width, :] = 0.0
+        return self.ancestors[:, :number, :width]
 
     def _attend_to_past(self, layer: DecoderDepth, depth: int, hidden_states: Tensor, mask: Tensor) -> Tensor:
         """Self-attention of the newest tokens, whose keys and values it adds to the past: `(batch, num_beams,
@@ -214,12 +217,21 @@ class IncrementalDecoder:
             self.ancestors = self.ancestors.gather(1, index)
 
     def keep(self, sentences: Tensor) -> None:
-        """Go on with some of the sentences, `(remaining,)` indices in the batch."""
-        self.ancestors = self.ancestors[sentences]
-        self.cross = self.cross[:, sentences]
-        if self.cross_mask is not None:
-            self.cross_mask = self.cross_mask[sentences]
-        self.past = self.past[:, :, sentences]
+        """Go on with some of the sentences, `(remaining,)` indices in the batch; only what moves is copied."""
+        number = sentences.numel()
+        moved = (sentences != torch.arange(number, device=sentences.device)).nonzero().flatten()
+        origins = sentences[moved]
+        for tensor, dim in ((self.ancestors, 0), (self.cross_mask, 0), (self.cross, 1), (self.past, 2)):
+            if tensor is not None:
+                tensor.index_copy_(dim, moved, tensor.index_select(dim, origins))
+        self.ancestors, self.past = self.ancestors[:number], self.past[:, :, :number]
+        self.cross = self.cross[:, :number]
+        self.cross_mask = None if self.cross_mask is None else self.cross_mask[:number]
+
+
+def lowest_of(tensor: Tensor) -> float:
+    """What a mask adds to a score that must not count; still a number in bfloat16, to which autocast takes float32."""
+    return torch.finfo(tensor.dtype).min / 2
 
 
 def _rounded_up(length: int, tensor: Tensor) -> int:
@@ -250,11 +262,11 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) ->
     Returns:
         `(batch, num_beams, num_heads * d_k)`.
     """
-    scores = query @ key.transpose(-2, -1)
+    scores = query.to(key.dtype) @ key.transpose(-2, -1)
     if mask is not None:
         scores += mask.unsqueeze(1)
     heads = scores.softmax(dim=-1) @ value
-    return heads.transpose(1, 2).flatten(2)
+    return heads.transpose(1, 2).flatten(2).to(query.dtype)
 
 
 class Ensemble:
