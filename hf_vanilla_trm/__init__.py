@@ -25,7 +25,7 @@ from .modeling_vanilla_trm import (
     VanillaTrmPreTrainedModel,
 )
 from .sharing import share_parameters, unshare_parameters
-from .translation import BATCH_TOKENS, Translation, translate_by_length, translate_stream
+from .translation import BATCH_TOKENS, WINDOW, Translation, translate_by_length, translate_stream
 
 if VanillaTrmConfig.model_type in CONFIG_MAPPING_NAMES:
     raise ValueError(
@@ -44,6 +44,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BATCH_TOKENS",
+    "WINDOW",
     "BeamSearchOptions",
     "DecodingOptions",
     "SamplingOptions",

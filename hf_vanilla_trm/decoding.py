@@ -371,7 +371,7 @@ class _BeamSearch(_Search):
         kept = [np.take_along_axis(array, going_on, axis=1) for array in (parents, words, new)]
         self.steps.append(_Step(self.row_of, *kept))
         self.totals = np.take_along_axis(np.where(is_eos, NEVER, values), going_on, axis=1)
-        self.done = at_cap | (self.worst >= self.totals[:, 0] / self.penalty_at_cap)
+        self.done |= at_cap | (self.worst >= self.totals[:, 0] / self.penalty_at_cap)
         if beams == 1:
             self.done |= self.worst > NEVER
         self.totals[self.done] = NEVER  # nothing more comes of these beams, and they stay done
@@ -435,9 +435,8 @@ class _Sampling(_Search):
         """See `_Search.step`."""
         self.length += 1
         probabilities = limited(self.allowed(log_probs), self.limits).softmax(dim=-1)
-        done = torch.from_numpy(self.done).to(log_probs.device)
-        _check((probabilities.isfinite().all(dim=-1).all(dim=-1) | done).cpu().numpy())
-        probabilities = probabilities.masked_fill(done.view(-1, 1, 1), 1.0)
+        _check((probabilities.isfinite().all(dim=-1) | self.ended).cpu().numpy())
+        probabilities = probabilities.masked_fill(self.ended.unsqueeze(-1), 1.0)  # what follows has no meaning
         words = torch.multinomial(probabilities.flatten(0, 1), 1, generator=self.generator).view(self.tokens.shape)
         parents = torch.arange(words.size(1), device=words.device).expand_as(words)
         self.history = torch.cat((self.history, words.unsqueeze(-1)), dim=-1)

@@ -82,7 +82,11 @@ def check(models: Sequence[Any]) -> None:
             raise ValueError("the model is in training mode: call eval() before it translates")
         parameters = list(model.parameters())
         devices = sorted({str(parameter.device) for parameter in parameters})
-        if devices != [str(models[0].device)] or "meta" in devices:
+        if len(devices) == 1 and devices != [str(models[0].device)]:
+            raise ValueError(
+                f"the models of an ensemble must be on one device, not {models[0].device} and {devices[0]}"
+            )
+        if len(devices) != 1 or "meta" in devices:
             raise ValueError(f"a model must be on one device as a whole, not on {devices}: use generate")
         if any(not isinstance(parameter, nn.Parameter) or hasattr(parameter, "placements") for parameter in parameters):
             raise ValueError("the parameters of a model are divided over processes: use generate")

@@ -12,7 +12,7 @@ al., 2020) or the attention or the feed-forward networks alone: a module is stor
 import copy
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence, Sized
 from types import SimpleNamespace
 from typing import Any, TypedDict, Unpack
 
@@ -937,7 +937,8 @@ class VanillaTrmForConditionalGeneration(VanillaTrmPreTrainedModel, GenerationMi
             texts.
 
         Raises:
-            ValueError: As for `search`; or several hypotheses are asked for, which `search` returns.
+            ValueError: As for `search`; several hypotheses are asked for, which `search` returns; or there are not as
+                many prefixes as texts.
         """
         chosen = saved_options(self.generation_config, **options)
         if chosen.num_hypotheses != 1:
@@ -946,7 +947,9 @@ class VanillaTrmForConditionalGeneration(VanillaTrmPreTrainedModel, GenerationMi
             )
         one = isinstance(texts, str)
         given: Any = [texts] if one else texts
-        begin: Any = [prefixes] if one and isinstance(prefixes, str) else prefixes
+        begin: Any = [prefixes] if isinstance(prefixes, str) else prefixes
+        if begin is not None and isinstance(given, Sized) and isinstance(begin, Sized) and len(begin) != len(given):
+            raise ValueError(f"there are {len(begin)} prefixes for {len(given)} texts")
         models = (self, *ensemble)
         found = translate_stream(models, tokenizer, given, chosen, prefixes=begin, batch_tokens=batch_tokens)
         stream = (translations[0].text for translations in found)

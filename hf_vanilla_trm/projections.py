@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 ONE_DNN = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
 """The operator that compiled models call; None in a build of PyTorch without it."""
@@ -62,12 +63,14 @@ def _one_dnn_can(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
         and weight.dim() == 2
         and inputs.dim() > 1
         and inputs.size(-1) == weight.size(1)
+        and 0 not in weight.stride()  # an expanded one, as the gradient of a sum is
         and bool(torch.backends.mkldnn.enabled)
         and not torch.is_autocast_enabled("cpu")
         and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()  # type: ignore[attr-defined]
         and not torch._C._len_torch_dispatch_stack()
         and torch._C._functorch.peek_interpreter_stack() is None
+        and forward_ad._current_level < 0
     )
 
 
@@ -92,16 +95,17 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Keep both factors."""
-        ctx.save_for_backward(*inputs[:2])
+        """Keep of the two factors what a gradient needs."""
+        of_inputs, of_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(inputs[0] if of_weight else None, inputs[1] if of_inputs else None)
 
     @staticmethod
     def backward(ctx: Any, grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients are linear maps of the same kind, so that they have gradients of their own."""
         inputs, weight = ctx.saved_tensors
-        grad_inputs = linear(grad_outputs, weight.t()) if ctx.needs_input_grad[0] else None
-        by_rows, rows = grad_outputs.flatten(0, -2), inputs.flatten(0, -2)
-        grad_weight = sum_of_outer_products(by_rows, rows) if ctx.needs_input_grad[1] else None
+        grad_inputs = linear(grad_outputs, weight.t()) if weight is not None else None
+        by_rows = grad_outputs.flatten(0, -2)
+        grad_weight = sum_of_outer_products(by_rows, inputs.flatten(0, -2)) if inputs is not None else None
         grad_bias = by_rows.sum(dim=0) if ctx.needs_input_grad[2] else None
         return grad_inputs, grad_weight, grad_bias
 

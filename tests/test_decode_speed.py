@@ -100,6 +100,7 @@ def scripted(monkeypatch):
     """A clock that moves only when a scripted decoder says so."""
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(decode_speed.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(decode_speed, "PAUSE", 0)
 
     def decoder(name, seconds, calls):
         def decode(sources):

@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -14,7 +15,7 @@ from transformers import (
 )
 
 from hf_vanilla_trm import incremental, projections
-from hf_vanilla_trm.decoding import BeamSearchOptions, Hypothesis, SamplingOptions, Task, decode, highest
+from hf_vanilla_trm.decoding import BeamSearchOptions, Hypothesis, SamplingOptions, Task, decode, highest, without
 from hf_vanilla_trm.generation import custom_generate, search
 from hf_vanilla_trm.incremental import IncrementalDecoder
 from tests.conftest import tiny_model
@@ -581,3 +582,87 @@ def test_many_rows_and_few_give_the_same_beams(batch, beams, monkeypatch):
         assert [one.tokens for one in few] == [one.tokens for one in many]
         for one, other in zip(few, many, strict=True):
             assert one.score == pytest.approx(other.score, abs=1e-5)
+
+
+class WithoutCache:
+    """A step model that runs the whole decoder on every beam's whole past, at each step."""
+
+    def __init__(self, model, batch, beams):
+        self.model, self.source = model, {name: batch[name] for name in ("input_ids", "attention_mask")}
+        self.pasts = torch.empty((len(batch["input_ids"]), beams, 0), dtype=torch.long)
+        self.swaps = 0
+
+    def next_log_probs(self, tokens):
+        self.pasts = torch.cat((self.pasts, tokens.unsqueeze(-1)), dim=-1)
+        beams = tokens.size(1)
+        source = {name: tensor.repeat_interleave(beams, 0) for name, tensor in self.source.items()}
+        logits = self.model(**source, decoder_input_ids=self.pasts.flatten(0, 1), use_cache=False).logits[:, -1]
+        return logits.log_softmax(-1).unflatten(0, (-1, beams))
+
+    def reorder(self, parents):
+        self.swaps += int((parents != torch.arange(parents.size(1))).sum())
+        self.pasts = self.pasts.gather(1, parents.unsqueeze(-1).expand_as(self.pasts))
+
+    def keep(self, sentences):
+        self.pasts = self.pasts[sentences]
+        self.source = {name: tensor[sentences] for name, tensor in self.source.items()}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        BeamSearchOptions(num_beams=1, max_length_b=6),
+        BeamSearchOptions(num_beams=4, max_length_b=6, num_hypotheses=4),
+        SamplingOptions(num_hypotheses=3, max_length_b=6),
+    ],
+    ids=["greedy", "beam 4", "samples"],
+)
+def test_the_past_that_is_kept_gives_what_computing_it_anew_gives(batch, options):
+    """Also where beams swap, and where sentences leave while others stay."""
+    model = tiny_model(seed=3, decoder_start_token_id=START)
+    task = Task(batch["attention_mask"].sum(1).tolist(), START, EOS)
+    whole = WithoutCache(model, batch, options.num_beams)
+    kept = IncrementalDecoder(model, batch["input_ids"], batch["attention_mask"], num_beams=options.num_beams)
+    expected, actual = (decode(decoder, task, options, torch.Generator().manual_seed(11)) for decoder in (whole, kept))
+    assert [[one.tokens for one in found] for found in actual] == [[one.tokens for one in found] for found in expected]
+    for own, theirs in zip(itertools.chain(*actual), itertools.chain(*expected), strict=True):
+        assert own.score == pytest.approx(theirs.score, abs=1e-5)
+        assert own.token_log_probs == pytest.approx(theirs.token_log_probs, abs=1e-5)
+    assert (whole.swaps > 0) == (isinstance(options, BeamSearchOptions) and options.num_beams > 1)
+
+
+def test_a_sample_that_has_ended_may_have_no_token_left():
+    """Every word is followed by one that it has not been, until none is left; EOS has come before that."""
+    row = [-1.2, -1.2, -0.9, -60.0]
+    options = SamplingOptions(num_hypotheses=4, no_repeat_ngram_size=1, max_length_a=0, max_length_b=9)
+    for seed in range(20):
+        (found,) = decode(
+            Scripted(lambda sentence, past: row, 1, 4, 4),
+            Task([3], START, EOS),
+            options,
+            torch.Generator().manual_seed(seed),
+        )
+        assert [one.tokens[-1] for one in found] == [EOS] * 4
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0])
+def test_the_best_of_one_is_the_first_of_five_and_scores_fall(batch, alpha):
+    model = tiny_model(seed=3, decoder_start_token_id=START).double()
+    best, five = (
+        model.search(batch["input_ids"], batch["attention_mask"], num_beams=5, alpha=alpha, num_hypotheses=number)
+        for number in (1, 5)
+    )
+    for (first,), found in zip(best, five, strict=True):
+        assert first == found[0]
+        scores = [hypothesis.score for hypothesis in found]
+        assert scores == sorted(scores, reverse=True)
+        assert len({tuple(hypothesis.tokens) for hypothesis in found}) == 5
+
+
+def test_only_what_fills_a_gap_moves_when_sources_leave():
+    done = np.array([False, True, False, True, True, False, False])
+    remaining = without(done)
+    assert sorted(remaining) == [0, 2, 5, 6]
+    assert [place for place, origin in enumerate(remaining) if place == origin] == [0, 2]
+    assert without(np.array([True, True])).tolist() == []
+    assert without(np.array([False, False])).tolist() == [0, 1]

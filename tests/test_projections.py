@@ -5,6 +5,7 @@ module's place: not where someone has changed the module.
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.func import functional_call, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -61,6 +62,34 @@ def test_outputs_and_gradients_are_those_of_the_plain_product(one_dnn, shape, wi
     torch.testing.assert_close(outputs, expected.float(), rtol=1e-5, atol=1e-5)
     for own, theirs in zip(gradients, torch.autograd.grad(expected, exact, direction.double()), strict=True):
         torch.testing.assert_close(own, theirs.float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("new_width", [4, 13])
+def test_the_gradient_of_a_sum_is_right(one_dnn, new_width):
+    """It is one number, seen as a matrix."""
+    torch.manual_seed(0)
+    inputs, weight = torch.randn(LENGTH, WIDTH, requires_grad=True), torch.randn(new_width, WIDTH, requires_grad=True)
+    linear(inputs, weight).sum().backward()
+    torch.testing.assert_close(weight.grad, inputs.detach().sum(0).expand(new_width, -1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(inputs.grad, weight.detach().sum(0).expand(LENGTH, -1), rtol=1e-5, atol=1e-5)
+
+
+def test_a_frozen_weight_keeps_no_inputs(one_dnn):
+    inputs, weight, _ = factors()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.shape), lambda packed: packed):
+        linear(inputs, weight.detach())
+    assert kept == [weight.shape]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_forward_mode_gradients_are_pytorchs_own(one_dnn):
+    inputs, weight, _ = (tensor.detach() for tensor in factors())
+    with forward_ad.dual_level():
+        outputs = linear(forward_ad.make_dual(inputs, torch.ones_like(inputs)), weight)
+        tangent = forward_ad.unpack_dual(outputs).tangent
+    torch.testing.assert_close(tangent, weight.sum(1).expand_as(tangent))
+    assert one_dnn.number == 0
 
 
 def test_only_the_gradients_that_are_needed_are_computed(one_dnn):

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import signal
 import subprocess
@@ -157,6 +158,8 @@ def test_a_model_translates_strings(model, tokenizer):
     assert begun[0].startswith("Park")
     assert begun[1] == model.translate(LINES[1], tokenizer, max_length_b=5)
     assert model.translate(LINES[0], tokenizer, prefixes="Park", max_length_b=5) == begun[0]
+    with pytest.raises(ValueError, match="there are 1 prefixes for 2 texts"):
+        model.translate(LINES[:2], tokenizer, prefixes="Park")
     with pytest.raises(ValueError, match=r"num_hypotheses \(2\) must be 1"):
         model.translate("Buch", tokenizer, num_beams=2, num_hypotheses=2)
 
@@ -295,6 +298,10 @@ def test_samples_are_drawn_with_a_seed(folder, tmp_path):
         (["--resume", "--output", "x"], "--resume needs --input and --output"),
         (["--resume", "--output", "x", "--input", "y", "--sample"], "--resume does not go with --sample"),
         (["--top_k", "3"], "need --sample"),
+        (["--temperature", "0"], "need --sample"),
+        (["--sample", "--num_beams", "3"], "do not go with --sample"),
+        (["--format", "json", "--n_best", "3", "--num_beams", "2"], "--n_best 3 needs as many beams"),
+        (["--format", "json", "--long", "split"], "aligns whole lines"),
         (["--num_beams", "0"], "0 must be at least 1"),
         (["--batch_tokens", "0"], "0 must be at least 1"),
     ],
@@ -308,20 +315,37 @@ def test_what_does_not_go_together_is_refused(capsys, flags, message):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (
-            ["--format", "nbest", "--n_best", "3", "--num_beams", "2"],
-            r"num_beams \(2\) must be at least num_hypotheses",
-        ),
         (["--alpha", "-1"], r"alpha \(-1.0\) must be at least 0"),
         (["--max_source_length", "3"], r"in.txt, line 2 has \d+ tokens, more than max_source_length \(3\)"),
-        (["--prefix", "/dev/null"], "must have equally many lines"),
+        (["--prefix", "/dev/null"], "have not equally many lines"),
+        (["--prefix", "PREFIXES"], "--prefix has 1 lines and --input 2"),
+        (["--prefix", "LONG"], r"in.txt, line 2: no translation of at most \d+ tokens can begin with 'Hund"),
+        (["--output", "in.txt"], r"--output \(.*in.txt\) is what is read: it would be lost"),
+        (["--output", "."], "is no file"),
     ],
 )
 def test_what_cannot_be_done_is_an_error_without_a_trace(folder, tmp_path, capsys, flags, message):
     files = ["--input", write(tmp_path / "in.txt", "Buch", "a b c d"), "--output", str(tmp_path / "out")]
+    names = {"PREFIXES": write(tmp_path / "short", "Park"), "LONG": write(tmp_path / "long", "", "Hund " * 40)}
+    names |= {"in.txt": str(tmp_path / "in.txt"), ".": str(tmp_path)}
+    flags = [names.get(flag, flag) for flag in flags]
     assert main(["--model", str(folder), *files, *SHORT, *flags]) == 1
     assert re.search(message, capsys.readouterr().err)
-    assert not (tmp_path / "out").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.txt", "long", "short"]  # nothing is left to resume
+    assert (tmp_path / "in.txt").read_text() == "Buch\na b c d\n"
+
+
+def test_a_pipe_is_read_once(folder, tmp_path):
+    expected = translated(folder, tmp_path)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with subprocess.Popen(["sh", "-c", f"cat {tmp_path / 'in.txt'} > {pipe}"]):
+        assert main(["--model", str(folder), "--input", str(pipe), "--output", str(tmp_path / "out"), *SHORT]) == 0
+    assert (tmp_path / "out").read_text().split("\n")[:-1] == expected
+
+
+def test_a_blank_line_is_never_too_long(folder, tmp_path):
+    assert translated(folder, tmp_path, "--max_source_length", "20", lines=[" \t" * 500, "Buch"])[0] == ""
 
 
 def test_long_lines_are_translated_in_parts_on_request(folder, tokenizer, tmp_path):
@@ -346,6 +370,7 @@ def test_texts_are_split_between_sentences_else_words_else_anywhere():
     assert split_text("abcdefg", 3, len) == ["abc", "def", "g"]
     assert split_text("一二。三四。五", 3, len) == ["一二。", "三四。", "五"]
     assert split_text("  a b  ", 2, words) == ["a b"]
+    assert split_text("a " * 3000, 2, words) == ["a a"] * 1500
     with pytest.raises(ValueError, match="no part of 'abc' has at most 0 tokens"):
         split_text("abc", 0, len)
 

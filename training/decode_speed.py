@@ -1,11 +1,11 @@
 """How fast a trained model translates, beside transformers' `generate`, MarianMT and CTranslate2 with the same weights.
 
 All translate the same sentences, tokenised beforehand, longest first, with the same number of beams and at most 50
-tokens more than the source (of others than `search`: than the longest source of the batch). They do it in turn, in one
-process; what is compared is the ratio of each round. `generate` and CTranslate2 take the batch size that is their best
-in one trial each. Their length penalty of 0.6 is of their own kind, and so is the time at which they give up a search;
-whether the translations are as good, BLEU tells. Latency is measured with one sentence at a time, and peak memory in a
-process for each.
+tokens more than the source (of others than `search`: than the longest source of the batch). They do it in turn, each in
+a process of its own; what is compared is the ratio of each round. `generate` and CTranslate2 take the batch size that
+is their best in one trial each. Their length penalty of 0.6 is of their own kind, and so is the time at which they give
+up a search; whether the translations are as good, BLEU tells. Latency is measured with one sentence at a time, and peak
+memory in a further process for each.
 
 It also counts how many translations of `search` depend on the batch that they were made in, in float32 and in float64.
 
@@ -39,6 +39,7 @@ from training.data import load_pairs
 from training.decoders import (
     MAX_LENGTH_B,
     Decode,
+    OwnProcess,
     System,
     Tokens,
     batches_of_tokens,
@@ -60,10 +61,10 @@ from training.translate import BATCH_TOKENS, load
 CTRANSLATE2_TYPES = ("float32", "int8")
 CTRANSLATE2_BATCH_TOKENS = (512, 1024, 2048, 4096)
 """Source tokens, padding included, of the batches that are tried."""
-LATENCY_TURN = 5
-"""Sentences that a system translates in a row: the first finds the weights of another in the processor's cache, and
-perhaps threads of another still waiting for work.
-"""
+LATENCY_TURN = 10
+"""Sentences that a system translates in a row: the first finds the weights of another in the processor's cache."""
+PAUSE = 0.5
+"""Seconds between two systems: threads of the one before look for work a while before they sleep."""
 OURS = "ours, fp32"
 REFERENCES = ("MarianMT, fp32", "CTranslate2, float32")
 """What the table compares with; decode.json has the ratios to all."""
@@ -267,7 +268,7 @@ def measure(
         rounds: That are timed.
         one_by_one: Sentences for latency, spread over all.
     """
-    decoders = {name: system.load() for name, system in systems.items()}
+    decoders: dict[str, Decode] = {name: OwnProcess(system.load) for name, system in systems.items()}
     trials, outputs = try_sizes(systems, decoders, task)
     sizes = {name: min(seconds, key=seconds.__getitem__) for name, seconds in trials.items()}
     batches = {name: system.batches(task.sources, sizes[name]) for name, system in systems.items()}
@@ -317,6 +318,7 @@ def try_sizes(
         for name, size in passes:
             bar.set_postfix_str(f"{name}: {size}")
             batches = systems[name].batches(task.sources, size)
+            time.sleep(PAUSE)
             decoders[name]([task.sources[number] for number in batches[-1]])  # what is done once is not the trial's
             started, found = time.perf_counter(), {}
             for number, tokens in decoded(decoders[name], task.sources, batches):
@@ -340,6 +342,7 @@ def seconds_of_rounds(
             first = turn % len(names)
             for name in (*names[first:], *names[:first]):
                 bar.set_postfix_str(name)
+                time.sleep(PAUSE)
                 started = time.perf_counter()
                 for _ in decoded(decoders[name], task.sources, batches[name]):
                     bar.update()
@@ -357,6 +360,7 @@ def milliseconds_one_by_one(decoders: dict[str, Decode], task: Task, number: int
         for turn, start in enumerate(range(0, len(rows), LATENCY_TURN)):
             first = turn % len(names)
             for name in (*names[first:], *names[:first]):
+                time.sleep(PAUSE)
                 for row in rows[start : start + LATENCY_TURN]:
                     started = time.perf_counter()
                     decoders[name]([task.sources[row]])

@@ -194,7 +194,7 @@ def translate_on_all_ranks(
 ) -> list[str] | None:
     """Translate texts, each on one rank, and return all translations in order on every rank.
 
-    Returns None on every rank if one of them was asked to stop, as `stop` is after each batch.
+    Returns None on every rank if one of them was asked to stop, as `stop` is after each text.
     """
     by_length = sorted(range(len(texts)), key=lambda index: (len(texts[index]), index))
     share = by_length[accelerator.process_index :: accelerator.num_processes]  # even in number and in length

@@ -42,11 +42,14 @@ def start_accelerator(recipe: RecipeArguments) -> Accelerator:
         )
     check_fsdp(accelerator)
     if accelerator.device.type == "cpu":
-        # `accelerate launch` leaves a CPU one thread unless it is told otherwise.
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        torch.set_num_threads(recipe.cpu_threads or max(1, cores // ranks_here))
+        torch.set_num_threads(recipe.cpu_threads or cores_of_a_rank())
     return accelerator
+
+
+def cores_of_a_rank() -> int:
+    """Return this process's share of the machine's cores; launchers leave a CPU one thread unless told otherwise."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def check_fsdp(accelerator: Accelerator) -> None:

@@ -24,26 +24,37 @@ def split_text(text: str, longest: int, count: Callable[[str], int]) -> list[str
     Raises:
         ValueError: If a single character has more tokens.
     """
-    text = text.strip()
-    if count(text) <= longest:
-        return [text]
+    parts, rest = [], text.strip()
+    while count(rest) > longest:
+        end = _end_of_part(rest, longest, count)
+        parts.append(rest[:end].strip())
+        rest = rest[end:].strip()
+    return [*parts, rest]
+
+
+def _end_of_part(text: str, longest: int, count: Callable[[str], int]) -> int:
+    """Return where the first part ends; see `split_text`."""
     for boundary in (SENTENCE_END, GAP, None):
         places = range(1, len(text)) if boundary is None else [match.end() for match in boundary.finditer(text)]
         fitting = _last_that_fits(text, [place for place in places if 0 < place < len(text)], longest, count)
         if fitting:
-            return [text[:fitting].strip(), *split_text(text[fitting:], longest, count)]
+            return fitting
     raise ValueError(f"no part of {text[:20]!r} has at most {longest} tokens")
 
 
 def _last_that_fits(text: str, places: Sequence[int], longest: int, count: Callable[[str], int]) -> int:
-    """Return the last place before which the text is short enough, found by halving; 0 if there is none."""
-    low, high = 0, len(places)  # the first `low` places fit, those from `high` on do not
-    while low < high:
+    """Return the last place before which the text is short enough, or 0; what is looked at grows from the beginning."""
+
+    def fits(number: int) -> bool:
+        return count(text[: places[number - 1]].strip()) <= longest
+
+    high = 1
+    while high <= len(places) and fits(high):
+        high *= 2
+    low, high = high // 2, min(high, len(places) + 1)  # the first `low` places fit, `high` of them do not
+    while high - low > 1:
         middle = (low + high) // 2
-        if count(text[: places[middle]].strip()) <= longest:
-            low = middle + 1
-        else:
-            high = middle
+        low, high = (middle, high) if fits(middle) else (low, middle)
     return places[low - 1] if low else 0
 
 

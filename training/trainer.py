@@ -103,6 +103,9 @@ class FineTuningTrainer(Seq2SeqTrainer):
             ignore_keys: Likewise.
             **options: `num_beams` and `max_length`, which `predict` and `evaluate` take.
 
+        Raises:
+            ValueError: Another option is given.
+
         Returns:
             No loss (see `evaluation_loop`), token ids `(batch, longest)`, and the labels `(batch, target_length)`.
         """
@@ -110,14 +113,19 @@ class FineTuningTrainer(Seq2SeqTrainer):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         inputs = self._prepare_inputs(inputs)
         chosen = {"num_beams": self.args.generation_num_beams, **getattr(self, "_gen_kwargs", {}), **options}
-        search = asdict(search_options(self.model, **chosen))
+        # Hugging Face's max_length counts the start token.
+        length = chosen.pop("max_length", None)
+        if unknown := chosen.keys() - {"num_beams"}:
+            raise ValueError(f"{', '.join(sorted(unknown))}: evaluation takes num_beams and max_length alone")
+        cap = None if length is None else max(2, length - 1)
+        search = asdict(search_options(self.model, max_length=cap, **chosen))
         found = self.model.search(inputs["input_ids"], inputs["attention_mask"], **search)
         texts = self.processing_class.batch_decode(inputs["input_ids"], skip_special_tokens=True)
         # A blank line stays blank.
         rows = [one[0].tokens if text.strip() else [] for one, text in zip(found, texts, strict=True)]
-        width, pad = max(map(len, rows)), self.processing_class.pad_token_id
+        width, pad = max(1, *map(len, rows)), self.processing_class.pad_token_id
         padded = [[*row, *[pad] * (width - len(row))] for row in rows]
-        return None, torch.tensor(padded, device=inputs["labels"].device), inputs["labels"]
+        return None, torch.tensor(padded, dtype=torch.int64, device=inputs["labels"].device), inputs["labels"]
 
     def evaluation_loop(self, dataloader: Any, *arguments: Any, metric_key_prefix: str = "eval", **options: Any) -> Any:
         """Evaluate; the loss is the sum over all target tokens divided once, not a mean of means of batches."""

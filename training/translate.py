@@ -26,6 +26,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedModel, 
 
 from hf_vanilla_trm import (
     BATCH_TOKENS,
+    WINDOW,
     BeamSearchOptions,
     DecodingOptions,
     SamplingOptions,
@@ -34,15 +35,14 @@ from hf_vanilla_trm import (
     translate_stream,
 )
 from training.arguments import positive_integer
-from training.launching import processes_asked_for
+from training.launching import cores_of_a_rank, processes_asked_for
 from training.lines import as_line, read_lines
 from training.long_sentences import join_translations
+from training.run_log import weights_digest
 from training.tokenizer import check_vocabulary
 from training.translation_output import FORMATS, OutputFile, StandardOutput, format_of
 from training.translator import Translator
 
-WINDOW = 4096
-"""Lines that are read before any of them is translated, so that batches hold similar lengths."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -153,8 +153,15 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         parser.error("--resume needs --input and --output: what goes through a pipe cannot be continued")
     if options.resume and options.sample:
         parser.error("--resume does not go with --sample: what is drawn depends on all that was drawn before")
-    if not options.sample and (options.temperature or options.top_k or options.top_p):
+    limits = (options.temperature, options.top_k, options.top_p)
+    if not options.sample and any(limit is not None for limit in limits):
         parser.error("--temperature, --top_k and --top_p need --sample")
+    if options.sample and (options.num_beams is not None or options.alpha is not None):
+        parser.error("--num_beams and --alpha are for searching: they do not go with --sample")
+    if options.num_beams is not None and options.num_beams < options.n_best:
+        parser.error(f"--n_best {options.n_best} needs as many beams: --num_beams is {options.num_beams}")
+    if options.format == "json" and options.long == "split":
+        parser.error("--format json aligns whole lines: it does not go with --long split")
     return options
 
 
@@ -226,29 +233,49 @@ def translate_file(options: argparse.Namespace, state: PartialState) -> int:
         prefixes: Iterable[str] | None = None
         if options.prefix is not None:
             prefixes = read_lines(files.enter_context(options.prefix.open("rb")), str(options.prefix))
-        output: OutputFile | StandardOutput | None = StandardOutput() if options.output is None else None
+        check_files(options)
+        output: OutputFile | StandardOutput = StandardOutput()
         if options.output is not None and state.is_main_process:
-            output = OutputFile(options.output, settings_of(options), resume=options.resume)
-        done = _same_on_all_ranks(output.lines_done if output else 0, state)
+            settings = None if options.input is None or options.sample else settings_of(options)
+            output = files.enter_context(OutputFile(options.output, settings, resume=options.resume))
+        done = _same_on_all_ranks(output.lines_done, state)
         translator = build_translator(options, options.device or (state.device if state.num_processes > 1 else None))
         write = format_of(options.format, translator.models[0], translator.tokenizer)
-        lines = output.skip_done(lines) if isinstance(output, OutputFile) else islice(lines, done, None)
-        pairs = with_prefixes(lines, None if prefixes is None else islice(prefixes, done, None))
-        total = None if options.input is None else count_lines(options.input)
+        pairs = with_prefixes(lines, prefixes)
+        pairs = output.skip_done(pairs) if state.is_main_process else islice(pairs, done, None)
+        total = count_lines(options.input)
         bar = tqdm(total=total, initial=done, desc="Translating", unit="line", disable=not state.is_main_process)
         with bar:
             for window in windows(pairs):
-                texts = [line for line, _ in window]
-                parts = [translator.parts_of(line, f"{name}, line {done + n}") for n, line in enumerate(texts, start=1)]
+                parts = [
+                    translator.parts_of(*pair, f"{name}, line {number}")
+                    for number, pair in enumerate(window, start=done + 1)
+                ]
                 found = translator.translate(parts, [prefix for _, prefix in window], state, bar)
                 if state.is_main_process:
-                    assert output is not None
-                    rows = zip(texts, found, strict=True)
-                    output.write("".join(write(done + n, *row) for n, row in enumerate(rows)), texts)
+                    rows = enumerate(zip(window, found, strict=True), start=done)
+                    output.write("".join(write(number, line, best) for number, ((line, _), best) in rows), window)
                 done += len(window)
-        if output is not None:
+        if state.is_main_process:
             output.finish()
     return 0
+
+
+def check_files(options: argparse.Namespace) -> None:
+    """Refuse files that do not go together.
+
+    Raises:
+        ValueError: If the output is one of the inputs, there are not as many prefixes as lines, or what cannot be read
+            twice should be continued.
+    """
+    for file in (options.input, options.prefix):
+        if file is not None and options.output is not None and file.resolve() == options.output.resolve():
+            raise ValueError(f"--output ({options.output}) is what is read: it would be lost")
+    if options.resume and not options.input.is_file():
+        raise ValueError(f"--resume needs a file: what {options.input} has given once, it will not give again")
+    numbers = count_lines(options.input), count_lines(options.prefix)
+    if None not in numbers and numbers[0] != numbers[1]:
+        raise ValueError(f"--prefix has {numbers[1]} lines and --input {numbers[0]}: there must be equally many")
 
 
 def with_prefixes(lines: Iterable[str], prefixes: Iterable[str] | None) -> Iterator[tuple[str, str]]:
@@ -262,18 +289,22 @@ def with_prefixes(lines: Iterable[str], prefixes: Iterable[str] | None) -> Itera
         return
     for line, prefix in zip_longest(lines, prefixes):
         if line is None or prefix is None:
-            raise ValueError("--prefix and --input must have equally many lines")
+            raise ValueError("--prefix and --input have not equally many lines")
         yield line, prefix
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the options on which the translations depend, as they can be written."""
-    left_out = ("resume", "output", "device", "interactive")
-    return {name: str(value) for name, value in vars(options).items() if name not in left_out}
+    """Return that on which translations depend, as it can be written: options, and digests of weights in folders."""
+    left_out = ("resume", "output", "device", "interactive", "batch_tokens", "seed", "long", "max_source_length")
+    settings = {name: str(value) for name, value in vars(options).items() if name not in left_out}
+    folders = [Path(model) for model in options.model]
+    return settings | {"weights": [weights_digest(one) if any(one.glob("*.safetensors")) else None for one in folders]}
 
 
-def count_lines(file: Path) -> int:
-    """Return how many lines `read_lines` will yield."""
+def count_lines(file: Path | None) -> int | None:
+    """Return how many lines `read_lines` will yield; None for what can be read only once."""
+    if file is None or not file.is_file():
+        return None
     lines, last = 0, b"\n"
     with file.open("rb") as stream:
         while block := stream.read(2**20):
@@ -300,14 +331,14 @@ def translate_what_is_typed(options: argparse.Namespace) -> int:
         except EOFError:
             return 0
         try:
-            parts = translator.parts_of(line, "the line")
+            parts = translator.parts_of(line, "", "the line")
+            stream = translate_stream(
+                translator.models, translator.tokenizer, parts, translator.options, generator=translator.generator
+            )
+            print(write(number, line, join_translations(list(stream))), end="", flush=True)
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
             continue
-        stream = translate_stream(
-            translator.models, translator.tokenizer, parts, translator.options, generator=translator.generator
-        )
-        print(write(number, line, join_translations(list(stream))), end="", flush=True)
         number += 1
 
 
@@ -320,6 +351,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return translate_what_is_typed(options)
         state = PartialState(cpu=not torch.accelerator.is_available() or str(options.device) == "cpu")
         check_ranks(options, state)
+        if state.num_processes > 1 and state.device.type == "cpu":
+            torch.set_num_threads(cores_of_a_rank())
         return translate_file(options, state)
     except (OSError, ValueError) as error:
         if isinstance(error, BrokenPipeError):  # the reader, `head` for one, has seen enough
@@ -328,10 +361,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(
-            "interrupted; what is written is continued with --resume" if options.output else "interrupted",
-            file=sys.stderr,
-        )
+        resumable = options.output and options.input and not options.sample
+        print(f"interrupted{'; --resume continues' if resumable else ''}", file=sys.stderr)
         return 128 + signal.SIGINT
 
 
@@ -348,8 +379,12 @@ def check_ranks(options: argparse.Namespace, state: PartialState) -> None:
             f"the launcher was asked for {asked} processes, but {state.num_processes} would work together; on a CPU, "
             "where `accelerate launch` starts only one, use `torchrun --standalone --nproc_per_node N`"
         )
-    if state.num_processes > 1 and (options.input is None or options.output is None):
-        raise ValueError("several processes need --input and --output: they cannot share a pipe")
+    if state.num_processes > 1 and (options.input is None or not options.input.is_file() or options.output is None):
+        raise ValueError("several processes need --input and --output, files: they cannot share a pipe")
+    if state.num_processes > 1 and options.device is not None and options.device.type != "cpu":
+        raise ValueError(
+            f"--device {options.device} would be that of all {state.num_processes} processes: leave it out"
+        )
 
 
 if __name__ == "__main__":

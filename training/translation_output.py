@@ -3,11 +3,13 @@
 While a file is being written it is called `NAME.partial`, and `NAME.partial.json` says how much of it is certain.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -79,18 +81,29 @@ def format_of(name: str, model: Any, tokenizer: PreTrainedTokenizerBase) -> Form
     return {"text": as_text, "pieces": as_pieces, "scores": as_score, "nbest": as_n_best, "json": as_json}[name]
 
 
-class StandardOutput:
+Pair = tuple[str, str]
+"""A line of the source, and the prefix of its translation."""
+
+
+class StandardOutput(contextlib.AbstractContextManager):
     """Writes to standard output. There is nothing to continue."""
 
     lines_done = 0
 
-    def write(self, text: str, sources: Iterable[str]) -> None:
-        """Write what some sources came to.
+    def __exit__(self, *error: object) -> None:
+        """Do nothing."""
+
+    def skip_done(self, pairs: Iterator[Pair]) -> Iterator[Pair]:
+        """Return all pairs."""
+        return pairs
+
+    def write(self, text: str, pairs: Iterable[Pair]) -> None:
+        """Write what some pairs came to.
 
         Raises:
             BrokenPipeError: If the reader has seen enough.
         """
-        del sources
+        del pairs
         sys.stdout.buffer.write(text.encode("utf-8"))
         sys.stdout.buffer.flush()
 
@@ -98,12 +111,12 @@ class StandardOutput:
         """Do nothing: all is written."""
 
 
-class OutputFile:
-    """Writes a file.
+class OutputFile(contextlib.AbstractContextManager):
+    """Writes a file. Left before anything is written, as a context, it leaves nothing behind.
 
     Args:
         path: The file; one that is there is replaced when the new one is complete.
-        settings: What must be the same if the file is continued.
+        settings: What must be the same if the file is continued; None if it cannot be.
         resume: Continue what an interrupted run has left.
 
     Attributes:
@@ -111,10 +124,13 @@ class OutputFile:
 
     Raises:
         OSError: If nothing can be written there.
-        ValueError: If there is an incomplete file and `resume` was not asked for, or it began with other settings.
+        ValueError: If there is something else than a file; or if there is an incomplete file and `resume` was not asked
+            for, or it began with other settings.
     """
 
-    def __init__(self, path: Path, settings: dict[str, Any], *, resume: bool) -> None:
+    def __init__(self, path: Path, settings: dict[str, Any] | None, *, resume: bool) -> None:
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{path} is no file: it cannot be replaced by one")
         self.path = path
         self.partial = path.with_name(f"{path.name}.partial")
         self.state_file = path.with_name(f"{path.name}.partial.json")
@@ -122,66 +138,65 @@ class OutputFile:
         self.lines_done = self.bytes_done = 0
         self.digest = hashlib.sha256()
         self.expected_digest: str | None = None
-        if self.state_file.exists():
+        if self.state_file.exists() and self.partial.exists():
             if not resume:
                 raise ValueError(
                     f"{self.partial} was interrupted: continue it with --resume, or delete it and its .json"
                 )
             self._continue(json.loads(self.state_file.read_text()))
-        else:
-            self.partial.write_bytes(b"")
-            self._save_state()
-        self.file = self.partial.open("r+b")
+        self.file = self.partial.open("r+b" if self.lines_done else "wb")
         self.file.truncate(self.bytes_done)
         self.file.seek(self.bytes_done)
 
     def _continue(self, state: dict[str, Any]) -> None:
-        changed = [name for name, value in self.settings.items() if state["settings"].get(name) != value]
-        if changed:
-            name = changed[0]
-            raise ValueError(
-                f"{self.partial} was begun with {name} {state['settings'].get(name)!r}, not {self.settings[name]!r}"
-            )
+        for name, value in (self.settings or {}).items():
+            if state["settings"].get(name) != value:
+                raise ValueError(f"{self.partial} was begun with {name} {state['settings'].get(name)!r}, not {value!r}")
+        if self.partial.stat().st_size < state["bytes"]:
+            raise ValueError(f"{self.partial} has lost some of its {state['bytes']} bytes: delete it and its .json")
         self.lines_done, self.bytes_done = state["lines"], state["bytes"]
         self.expected_digest = state["digest"]
 
-    def _save_state(self) -> None:
-        state = {"lines": self.lines_done, "bytes": self.bytes_done, "digest": self.digest.hexdigest()}
-        write_json(self.state_file, {"settings": self.settings, **state})
+    def __exit__(self, *error: object) -> None:
+        """Close the file."""
+        self.file.close()
+        if not self.lines_done:
+            self.partial.unlink(missing_ok=True)
 
-    def skip_done(self, sources: Iterable[str]) -> Iterator[str]:
-        """Return those of the sources that are not translated yet.
+    def skip_done(self, pairs: Iterator[Pair]) -> Iterator[Pair]:
+        """Return those of the pairs that are not translated yet.
 
         Raises:
             ValueError: If those before are not what was translated.
         """
-        sources = iter(sources)
-        for _ in range(self.lines_done):
-            self.digest.update(_with_end(next(sources, "")))
+        for pair in islice(pairs, self.lines_done):
+            self.digest.update(_as_bytes(pair))
         if self.expected_digest not in (None, self.digest.hexdigest()):
             raise ValueError(
                 f"the first {self.lines_done} lines are not those of which {self.partial} has translations"
             )
-        return sources
+        return pairs
 
-    def write(self, text: str, sources: Iterable[str]) -> None:
-        """Write what some sources came to, so that it survives an interruption."""
+    def write(self, text: str, pairs: Iterable[Pair]) -> None:
+        """Write what some pairs came to, so that it survives an interruption."""
         data = text.encode("utf-8")
         self.file.write(data)
         self.file.flush()
         os.fsync(self.file.fileno())
-        for source in sources:
-            self.digest.update(_with_end(source))
+        for pair in pairs:
+            self.digest.update(_as_bytes(pair))
             self.lines_done += 1
         self.bytes_done += len(data)
-        self._save_state()
+        if self.settings is not None:
+            state = {"lines": self.lines_done, "bytes": self.bytes_done, "digest": self.digest.hexdigest()}
+            write_json(self.state_file, {"settings": self.settings, **state})
 
     def finish(self) -> None:
         """Give the file its name."""
         self.file.close()
+        self.state_file.unlink(missing_ok=True)
         os.replace(self.partial, self.path)
-        self.state_file.unlink()
 
 
-def _with_end(line: str) -> bytes:
-    return f"{line}\n".encode()
+def _as_bytes(pair: Pair) -> bytes:
+    return f"{pair[0]}\n{pair[1]}\n".encode()

@@ -36,13 +36,20 @@ class Translator:
     split: bool
     generator: torch.Generator | None = None
 
-    def parts_of(self, line: str, name: str) -> list[str]:
-        """Return the parts in which a line is translated.
+    def parts_of(self, line: str, prefix: str, name: str) -> list[str]:
+        """Return the parts in which a line is translated; the translation of the first will begin with the prefix.
 
         Raises:
-            ValueError: If it is too long and must not be split; the message says which line it is by `name`.
+            ValueError: If it is too long and must not be split, or no translation can begin so; the message says which
+                line it is by `name`.
         """
+        if not line.strip():
+            return [line]
         length = self._count(line)
+        tokens = self.tokenizer(text_target=prefix, add_special_tokens=False)["input_ids"] if prefix else []
+        cap = self.options.cap_of(min(length, self.max_source_length))
+        if len(tokens) >= cap or self.tokenizer.eos_token_id in tokens:
+            raise ValueError(f"{name}: no translation of at most {cap} tokens can begin with {prefix!r}")
         if length <= self.max_source_length:
             return [line]
         if not self.split:
@@ -50,7 +57,10 @@ class Translator:
                 f"{name} has {length} tokens, more than max_source_length ({self.max_source_length}): raise that, or "
                 "have such lines translated in parts with --long split"
             )
-        return split_text(line, self.max_source_length, self._count)
+        try:
+            return split_text(line, self.max_source_length, self._count)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
 
     def _count(self, text: str) -> int:
         return len(self.tokenizer(text, verbose=False)["input_ids"])
@@ -67,7 +77,11 @@ class Translator:
             bar: Counts lines.
         """
         flat = [(line, part) for line, of_line in enumerate(parts) for part in of_line]
-        begin = [prefixes[line] if part is parts[line][0] else "" for line, part in flat]
+        begin = [
+            prefixes[line] if number == 0 else ""
+            for line, of_line in enumerate(parts)
+            for number in range(len(of_line))
+        ]
         by_length = sorted(range(len(flat)), key=lambda place: (-len(flat[place][1]), place))
         share = by_length[state.process_index :: state.num_processes]  # even in number and in length
         found = translate_by_length(
