@@ -13,8 +13,8 @@ from torch.autograd import forward_ad
 
 ONE_DNN = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
 """The operator that compiled models call; None in a build of PyTorch without it."""
-HAS_BFLOAT16 = ONE_DNN is not None and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 HAS_WIDE_REGISTERS = torch.backends.cpu.get_cpu_capability() == "AVX512"
+HAS_BFLOAT16 = HAS_WIDE_REGISTERS and ONE_DNN is not None and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 LEAST_WORK = {"by rows": 2**21, "by columns": 2**19}
 """Multiplications from which on oneDNN's longer way to its kernel pays. It copies a weight that is stored by rows."""
 _PLAIN_TYPES = (Tensor, nn.Parameter)

@@ -93,10 +93,12 @@ class Translator:
             batch_tokens=self.batch_tokens,
             generator=self.generator,
         )
-        done = []
+        done, shown = [], 0
         for place, translations in found:
             done.append((share[place], translations))
-            bar.update(state.num_processes * len(parts) / len(flat))
+            lines = state.num_processes * len(done) * len(parts) // len(flat)
+            bar.update(lines - shown)
+            shown = lines
         everything = dict(gather_object(done) if state.num_processes > 1 else done)
         if not state.is_main_process:
             return []
