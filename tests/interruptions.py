@@ -183,7 +183,7 @@ def at_an_epochs_end(number):
 
 @contextlib.contextmanager
 def during_an_evaluation(number, evaluation=2):
-    interrupt, original = once(number), training.evaluation.translate
+    interrupt, original = once(number), training.evaluation.translate_by_length
     calls = itertools.count(1)
 
     def wrapped(*arguments, **options):
@@ -193,7 +193,7 @@ def during_an_evaluation(number, evaluation=2):
                 interrupt()
             yield item
 
-    with mock.patch.object(training.evaluation, "translate", wrapped):
+    with mock.patch.object(training.evaluation, "translate_by_length", wrapped):
         yield
 
 

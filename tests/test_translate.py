@@ -510,7 +510,10 @@ def test_ranks_share_a_file(folder, tmp_path):
     alone = translated(
         folder, tmp_path, "--format", "nbest", "--n_best", "2", "--num_beams", "3", lines=[*LINES, "", *LINES[::-1]]
     )
-    assert output.read_text().split("\n")[:-1] == alone
+    together = [line.split(" ||| ") for line in output.read_text().split("\n")[:-1]]
+    assert [line[:2] for line in together] == [line.split(" ||| ")[:2] for line in alone]
+    for line, expected in zip(together, alone, strict=True):  # the batches differ, and with them the rounding
+        assert float(line[2]) == pytest.approx(float(expected.split(" ||| ")[2]), abs=1e-5)
 
 
 @pytest.mark.slow
