@@ -13,7 +13,7 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # type: ignore[attr-defined]
 
 from .configuration_vanilla_trm import VanillaTrmConfig
-from .decoding import BeamSearchOptions, DecodingOptions, SamplingOptions
+from .decoding import BeamSearchOptions, DecodingOptions, Hypothesis, SamplingOptions
 from .generation import custom_generate, saved_options
 from .modeling_vanilla_trm import (
     VanillaTrmDecoder,
@@ -47,6 +47,7 @@ __all__ = [
     "WINDOW",
     "BeamSearchOptions",
     "DecodingOptions",
+    "Hypothesis",
     "SamplingOptions",
     "Translation",
     "VanillaTrmConfig",
