@@ -25,7 +25,7 @@ from .modeling_vanilla_trm import (
     VanillaTrmPreTrainedModel,
 )
 from .sharing import share_parameters, unshare_parameters
-from .translation import BATCH_TOKENS, WINDOW, Translation, translate_by_length, translate_stream
+from .translation import BATCH_TOKENS, WINDOW, Translation, search_by_length, translate_by_length, translate_stream
 
 if VanillaTrmConfig.model_type in CONFIG_MAPPING_NAMES:
     raise ValueError(
@@ -60,6 +60,7 @@ __all__ = [
     "VanillaTrmPreTrainedModel",
     "custom_generate",
     "saved_options",
+    "search_by_length",
     "share_parameters",
     "translate_by_length",
     "translate_stream",

@@ -24,6 +24,7 @@ CODE_FILES = (
     "loss.py",
     "modeling_vanilla_trm.py",
     "projections.py",
+    "threads.py",
     "translation.py",
 )
 """The code that travels with a saved model."""

@@ -491,8 +491,15 @@ def check_prefixes(task: Task, options: DecodingOptions) -> None:
             raise ValueError(f"the prefix of source {source} holds EOS or a negative number: {list(prefix)}")
 
 
+GROUP = 128
+"""Neighbouring tokens of which only the likeliest is compared with others at first; a whole number of registers."""
+
+
 def best_continuations(totals: Tensor, log_probs: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor]:
     """The best continuations of all beams of each source, best first.
+
+    The maximum of a group of tokens costs little more than reading it, and no more than `number` groups can hold the
+    best: only their tokens are sorted.
 
     Args:
         totals: Of the beams, `(batch, num_beams)`.
@@ -502,34 +509,30 @@ def best_continuations(totals: Tensor, log_probs: Tensor, number: int) -> tuple[
     Returns:
         Their totals, the beams that they extend, and their tokens, each `(batch, number)`.
     """
-    of_beam = min(number, log_probs.size(-1))
-    values, words = highest(log_probs, of_beam)  # no beam has more of them among the best
-    values = (values + totals.unsqueeze(-1)).flatten(1)
-    best, index = values.topk(min(number, values.size(1)), dim=1)
-    return best, index // of_beam, words.flatten(1).gather(1, index)
-
-
-GROUP = 32
-"""Tokens of which only the likeliest is compared with others at first."""
-
-
-def highest(values: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """What `values.topk(number)` returns, faster for long rows: no more than `number` groups can hold the highest.
-
-    Args:
-        values: `(..., length)`.
-        number: At most length.
-    """
-    groups = values.size(-1) // GROUP
-    if groups < 4 * number:
-        return values.topk(number, dim=-1)
-    grouped = values[..., : groups * GROUP].unflatten(-1, (GROUP, groups))  # every groups-th one is of one group
-    chosen = grouped.amax(dim=-2).topk(number, dim=-1).indices  # (..., number)
-    members = torch.arange(GROUP, device=values.device) * groups
-    rest = torch.arange(groups * GROUP, values.size(-1), device=values.device).expand(*values.shape[:-1], -1)
-    places = torch.cat(((chosen.unsqueeze(-1) + members).flatten(-2), rest), dim=-1)
-    best, order = values.gather(-1, places).topk(number, dim=-1)
-    return best, places.gather(-1, order)
+    batch, beams, vocab_size = log_probs.shape
+    groups = vocab_size // GROUP
+    if beams * groups < 2 * number:
+        values, places = (log_probs + totals.unsqueeze(-1)).flatten(1).topk(min(number, beams * vocab_size), dim=1)
+        return values, places // vocab_size, places % vocab_size
+    of_groups = log_probs[..., : groups * GROUP].unflatten(-1, (groups, GROUP)).amax(dim=-1) + totals.unsqueeze(-1)
+    chosen = of_groups.flatten(1).topk(number, dim=1).indices
+    grouped = groups * GROUP
+    within = torch.arange(GROUP, device=chosen.device)
+    left_over = torch.arange(grouped, vocab_size, device=chosen.device)
+    beam_of = torch.cat(
+        (
+            (chosen // groups).repeat_interleave(GROUP, dim=1),
+            torch.arange(beams, device=chosen.device).repeat_interleave(len(left_over)).expand(batch, -1),
+        ),
+        dim=1,
+    )
+    tokens = torch.cat(
+        (((chosen % groups * GROUP).unsqueeze(-1) + within).flatten(1), left_over.repeat(beams).expand(batch, -1)),
+        dim=1,
+    )
+    values = log_probs.flatten(1).gather(1, beam_of * vocab_size + tokens) + totals.gather(1, beam_of)
+    best, order = values.topk(number, dim=1)
+    return best, beam_of.gather(1, order), tokens.gather(1, order)
 
 
 def without_repeated_ngrams(log_probs: Tensor, history: Tensor, size: int) -> Tensor:

@@ -5,34 +5,35 @@ It computes what `VanillaTrmDecoder` computes with a cache (section 3.1), arrang
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from .layers import FeedForward, row_multiple
-from .projections import by_columns, has_plain_call, is_plain, linear
+from .projections import PackedLinear, has_plain_call, is_plain, linear
 
 FURTHER_STEPS = 8
 """Steps, more than source tokens, for which there is room at first; it is doubled where that is not enough."""
-MANY_ROWS = 32
-"""Rows, of all beams, from which on a batch makes up for storing the decoder's weights anew."""
 
 Map = Callable[[Tensor], Tensor]
 
 
-def joined(linears: Sequence[nn.Module], scale: float = 1.0, *, many_rows: bool = True) -> Map:
+def joined(linears: Sequence[nn.Module], scale: float = 1.0, *, pack: bool = True, relu: bool = False) -> Map:
     """Several linear maps of the same input as one, their outputs side by side; the first output is scaled.
 
     Args:
         linears: Modules that take `(..., d_in)` to `(..., d_out)`, all with a bias or none.
         scale: A factor of the first one's output.
-        many_rows: The map will be applied to so many rows that its weight is worth storing anew.
+        pack: Whether the map will be applied so often that its weight is worth storing anew.
+        relu: Whether ReLU follows.
     """
+    after = nn.functional.relu if relu else nn.Identity()
     if not all(is_plain(linear) for linear in linears):
-        return lambda inputs: torch.cat(
-            [module(inputs) * (scale if number == 0 else 1.0) for number, module in enumerate(linears)], dim=-1
+        return lambda inputs: after(
+            torch.cat(
+                [module(inputs) * (scale if number == 0 else 1.0) for number, module in enumerate(linears)], dim=-1
+            )
         )
 
     def side_by_side(name: str) -> Any:
@@ -42,9 +43,9 @@ def joined(linears: Sequence[nn.Module], scale: float = 1.0, *, many_rows: bool 
         return torch.cat([tensors[0] * scale, *tensors[1:]])
 
     weight, bias = side_by_side("weight"), side_by_side("bias")
-    if many_rows:
-        weight = by_columns(weight)
-    return lambda inputs: linear(inputs, weight, bias)
+    if pack and PackedLinear.suits(weight, bias):
+        return PackedLinear(weight, bias, relu=relu)
+    return lambda inputs: after(linear(inputs, weight, bias))
 
 
 @dataclass
@@ -102,20 +103,20 @@ class IncrementalDecoder:
             encoder_hidden_states = model.get_encoder()(input_ids=input_ids, attention_mask=attention_mask)[0]
         assert encoder_hidden_states is not None
         self.d_k = model.config.d_model // model.config.num_attention_heads
-        many_rows = encoder_hidden_states.size(0) * num_beams >= MANY_ROWS
-        self._prepare_depths(many_rows)
-        self.output = joined([model.lm_head], many_rows=many_rows)
+        self._prepare_depths()
+        self.output = joined([model.lm_head])
         self._attend_to(encoder_hidden_states, attention_mask)
         self.length = self.slots = 0
         self.lowest = lowest_of(self.cross)
         _, batch, num_heads, _, _ = self.cross.shape
         capacity = _rounded_up((encoder_hidden_states.size(1) + FURTHER_STEPS) * num_beams, self.cross)
-        self.past = self.cross.new_empty((len(self.depths), 2, batch, num_heads, capacity, self.d_k))
+        # Zeros: what has no weight must be numbers all the same.
+        self.past = self.cross.new_zeros((len(self.depths), 2, batch, num_heads, capacity, self.d_k))
         self.ancestors = self.cross.new_full((batch, num_beams, capacity), self.lowest)
         self.own_slot = self.cross.new_full((num_beams, num_beams), self.lowest).fill_diagonal_(0.0)
 
-    def _prepare_depths(self, many_rows: bool) -> None:
-        scale, join = self.d_k**-0.5, partial(joined, many_rows=many_rows)
+    def _prepare_depths(self) -> None:
+        scale = self.d_k**-0.5
         self.depths: list[DecoderDepth] = []
         self.cross_attentions: list[Any] = []
         for depth in range(self.decoder.num_layers):
@@ -126,11 +127,11 @@ class IncrementalDecoder:
             place = next(number for number, known in enumerate(self.cross_attentions) if known is cross)
             self.depths.append(
                 DecoderDepth(
-                    self_projection=join([own.q_proj, own.k_proj, own.v_proj], scale),
-                    self_output=join([own.out_proj]),
-                    cross_query=join([cross.q_proj], scale),
-                    cross_output=join([cross.out_proj]),
-                    feed_forward=feed_forward(parts["feed_forward"], join),
+                    self_projection=joined([own.q_proj, own.k_proj, own.v_proj], scale),
+                    self_output=joined([own.out_proj]),
+                    cross_query=joined([cross.q_proj], scale),
+                    cross_output=joined([cross.out_proj]),
+                    feed_forward=feed_forward(parts["feed_forward"]),
                     parts=parts,
                     cross=place,
                 )
@@ -140,7 +141,7 @@ class IncrementalDecoder:
         """Compute the keys and values of every distinct cross-attention, once."""
         linears = [linear for cross in self.cross_attentions for linear in (cross.k_proj, cross.v_proj)]
         batch, length, _ = encoder_hidden_states.shape
-        projected = joined(linears, many_rows=False)(encoder_hidden_states)
+        projected = joined(linears, pack=False)(encoder_hidden_states)
         heads = projected.view(batch, length, len(linears), -1, self.d_k).permute(2, 0, 3, 1, 4)
         if heads.device.type == "cpu":
             heads = heads.to(torch.promote_types(heads.dtype, torch.float32))
@@ -191,13 +192,11 @@ class IncrementalDecoder:
         """
         start, end = self.slots, self.slots + number
         if end > self.ancestors.size(-1):
-            self.past = torch.cat((self.past, torch.empty_like(self.past)), dim=-2)
+            self.past = torch.cat((self.past, torch.zeros_like(self.past)), dim=-2)
             self.ancestors = torch.cat((self.ancestors, torch.full_like(self.ancestors, self.lowest)), dim=-1)
         self.ancestors[:, :, start:end] = 0.0 if number == 1 else self.own_slot
-        self.slots, width = end, _rounded_up(end, self.past)
-        if width > _rounded_up(start, self.past):  # what has no weight must be numbers all the same
-            self.past[..., start:width, :] = 0.0
-        return self.ancestors[:, :number, :width]
+        self.slots = end
+        return self.ancestors[:, :number, : _rounded_up(end, self.past)]
 
     def _attend_to_past(self, layer: DecoderDepth, depth: int, hidden_states: Tensor, mask: Tensor) -> Tensor:
         """Self-attention of the newest tokens, whose keys and values it adds to the past: `(batch, num_beams,
@@ -240,13 +239,15 @@ def _rounded_up(length: int, tensor: Tensor) -> int:
     return -(-length // multiple) * multiple
 
 
-def feed_forward(network: Any, join: Callable[..., Map]) -> Map:
-    """The feed-forward network (section 3.3) in evaluation, its two linear maps made by `join`; a network that someone
-    has changed, as itself.
-    """
+def feed_forward(network: Any) -> Map:
+    """The feed-forward network (section 3.3) in evaluation; one that someone has changed, as itself."""
     if type(network) is not FeedForward or not has_plain_call(network):
         return cast(Map, network)
-    first, second, activation = join([network.fc1]), join([network.fc2]), network.activation
+    activation = network.activation
+    if activation is nn.functional.relu or type(activation) is nn.ReLU:
+        first, second = joined([network.fc1], relu=True), joined([network.fc2])
+        return lambda inputs: second(first(inputs))
+    first, second = joined([network.fc1]), joined([network.fc2])
     return lambda inputs: second(activation(first(inputs)))
 
 

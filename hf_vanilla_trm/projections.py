@@ -15,6 +15,8 @@ ONE_DNN = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends
 """The operator that compiled models call; None in a build of PyTorch without it."""
 HAS_WIDE_REGISTERS = torch.backends.cpu.get_cpu_capability() == "AVX512"
 HAS_BFLOAT16 = HAS_WIDE_REGISTERS and ONE_DNN is not None and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+TYPICAL_ROWS = 256
+"""For how many rows at once the best place of a packed weight's numbers is chosen."""
 LEAST_WORK = {"by rows": 2**21, "by columns": 2**19}
 """Multiplications from which on oneDNN's longer way to its kernel pays. It copies a weight that is stored by rows."""
 _PLAIN_TYPES = (Tensor, nn.Parameter)
@@ -65,12 +67,19 @@ def _one_dnn_can(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
         and inputs.size(-1) == weight.size(1)
         and 0 not in weight.stride()  # an expanded one, as the gradient of a sum is
         and bool(torch.backends.mkldnn.enabled)
-        and not torch.is_autocast_enabled("cpu")
-        and not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()  # type: ignore[attr-defined]
-        and not torch._C._len_torch_dispatch_stack()
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and forward_ad._current_level < 0
+        and not is_watched()
+    )
+
+
+def is_watched() -> bool:
+    """Whether someone watches, replaces or records PyTorch's operators in this thread."""
+    return (
+        torch.is_autocast_enabled("cpu")
+        or torch.compiler.is_compiling()
+        or torch.jit.is_tracing()  # type: ignore[attr-defined]
+        or bool(torch._C._len_torch_dispatch_stack())
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
     )
 
 
@@ -130,9 +139,29 @@ class Linear(nn.Linear):
         return linear(input, self.weight, self.bias)
 
 
-def by_columns(weight: Tensor) -> Tensor:
-    """The same weight `(d_out, d_in)`, stored so that `linear` need not rearrange it each time, where it would."""
-    return weight.t().contiguous().t() if _one_dnn_can(weight.detach(), weight) else weight
+class PackedLinear:
+    """A linear map for inference, its weight copied to where oneDNN's kernel would move it at every call.
+
+    Args:
+        weight: `(d_out, d_in)`, read now.
+        bias: `(d_out,)` or None.
+        relu: Whether ReLU follows.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, relu: bool = False) -> None:
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_ROWS)
+        self.bias, self.attribute = bias, "relu" if relu else "none"
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        """Map `(..., d_in)` to `(..., d_out)`."""
+        assert ONE_DNN is not None
+        outputs: Tensor = ONE_DNN(inputs, self.weight, self.bias, self.attribute, [], "")
+        return outputs
+
+    @staticmethod
+    def suits(weight: Tensor, bias: Tensor | None) -> bool:
+        """Whether oneDNN can compute the map here and now."""
+        return not torch.is_grad_enabled() and _one_dnn_can(weight.detach(), weight, bias)
 
 
 def has_plain_call(module: nn.Module) -> bool:

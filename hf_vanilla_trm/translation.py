@@ -2,14 +2,17 @@
 of them.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice, repeat
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from .decoding import DecodingOptions
+from .decoding import DecodingOptions, Hypothesis, SamplingOptions
 from .generation import search
+from .projections import is_watched
+from .threads import MOST_WORKERS, in_threads
 
 BATCH_TOKENS = 8192
 """Source tokens times beams in a batch, padding included."""
@@ -67,26 +70,84 @@ def translate_by_length(
         return
     encoded = tokenizer([texts[place] for place in filled], verbose=False)["input_ids"]
     sources = dict(zip(filled, encoded, strict=True))
-    filled.sort(key=lambda place: (-len(sources[place]), place))
-    while filled:
-        rows = max(1, batch_tokens // (options.num_beams * len(sources[filled[0]])))
-        batch, filled = filled[:rows], filled[rows:]
-        padded = tokenizer.pad(
-            {"input_ids": [sources[place] for place in batch]}, padding_side="right", return_tensors="pt"
-        ).to(models[0].device)
-        begin = None if prefixes is None else _tokens_of(tokenizer, [prefixes[place] for place in batch])
-        found = search(
-            models, padded["input_ids"], padded["attention_mask"], options, prefixes=begin, generator=generator
+    begin = None
+    if prefixes is not None:
+        begin = dict(zip(filled, _tokens_of(tokenizer, [prefixes[place] for place in filled]), strict=True))
+    found = search_by_length(models, sources, options, prefixes=begin, batch_tokens=batch_tokens, generator=generator)
+    for place, hypotheses in found:
+        decoded = tokenizer.batch_decode([one.tokens for one in hypotheses], skip_special_tokens=True)
+        yield (
+            place,
+            [
+                Translation(text, one.score, one.tokens, one.token_log_probs)
+                for text, one in zip(decoded, hypotheses, strict=True)
+            ],
         )
-        for place, hypotheses in zip(batch, found, strict=True):
-            decoded = tokenizer.batch_decode([one.tokens for one in hypotheses], skip_special_tokens=True)
-            yield (
-                place,
-                [
-                    Translation(text, one.score, one.tokens, one.token_log_probs)
-                    for text, one in zip(decoded, hypotheses, strict=True)
-                ],
-            )
+
+
+def search_by_length(
+    models: Sequence[Any],
+    sources: Mapping[int, Sequence[int]],
+    options: DecodingOptions,
+    *,
+    prefixes: Mapping[int, Sequence[int]] | None = None,
+    batch_tokens: int = BATCH_TOKENS,
+    generator: torch.Generator | None = None,
+) -> Iterator[tuple[int, list[Hypothesis]]]:
+    """Search, or sample, for sources in batches of similar length, the longest first; on a CPU several at once.
+
+    Args:
+        models: One, or an ensemble; in evaluation mode.
+        sources: Their tokens, EOS included, by place.
+        options: How to decode.
+        prefixes: Tokens with which each translation must begin, by place.
+        batch_tokens: Sources times longest source times beams, at most, unless one source alone is longer.
+        generator: Draws samples.
+
+    Yields:
+        The place of a source, and its hypotheses as `search` orders them.
+
+    Raises:
+        ValueError: As `VanillaTrmForConditionalGeneration.search`.
+    """
+    batches = batches_by_length(sources, max(1, batch_tokens // options.num_beams))
+    workers = 1
+    if models[0].device.type == "cpu" and not isinstance(options, SamplingOptions) and not is_watched():
+        workers = max(1, min(torch.get_num_threads(), MOST_WORKERS, len(batches)))
+        rounds = -(-len(batches) // workers)  # as many batches for each worker
+        batches = batches_by_length(
+            sources, max(1, batch_tokens // options.num_beams * len(batches) // (rounds * workers))
+        )
+
+    def hypotheses_of(batch: Sequence[int]) -> list[list[Hypothesis]]:
+        begin = None if prefixes is None else [prefixes[place] for place in batch]
+        padded = _padded([sources[place] for place in batch], models[0].config.pad_token_id or 0)
+        input_ids, mask = (tensor.to(models[0].device) for tensor in padded)
+        return search(models, input_ids, mask, options, prefixes=begin, generator=generator)
+
+    for batch, found in zip(batches, in_threads(hypotheses_of, batches, workers), strict=True):
+        yield from zip(batch, found, strict=True)
+
+
+def batches_by_length(sources: Mapping[int, Sequence[int]], tokens: int) -> list[list[int]]:
+    """The places of sources in batches, the longest first: rows times longest source is at most `tokens`, but for a row
+    alone.
+    """
+    order = sorted(sources, key=lambda place: (-len(sources[place]), place))
+    batches = []
+    while order:
+        rows = max(1, tokens // len(sources[order[0]]))
+        batches.append(order[:rows])
+        order = order[rows:]
+    return batches
+
+
+def _padded(sources: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
+    """Sources as `input_ids` and `attention_mask`, both `(batch, source_length)`."""
+    lengths = torch.tensor([len(source) for source in sources])
+    rows = [torch.tensor(source) for source in sources]
+    input_ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad)
+    return input_ids, (torch.arange(input_ids.size(1)) < lengths.unsqueeze(1)).long()
 
 
 def _tokens_of(tokenizer: Any, prefixes: Sequence[str]) -> list[list[int]]:

@@ -48,8 +48,6 @@ def test_batches_hold_rows_times_longest_source_within_the_budget():
     by_length = [3, 1, 4, 0, 6, 2, 5]
     assert batches_of_tokens(sources, by_length, 12) == [[3], [1, 4], [0, 6, 2], [5]]
     assert batches_of_tokens(sources, [2, 5, 0, 1, 6, 4, 3], 12) == [[2, 5, 0], [1, 6], [4], [3]]
-    assert System(None, (12,), "source tokens").batches(sources, 12) == [[3], [1, 4], [0, 6, 2], [5]]
-    assert System(None, (3,), "sentences").batches(sources, 3) == [[3, 1, 4], [0, 6, 2], [5]]
 
 
 def test_a_batch_is_padded_at_its_end():
@@ -72,22 +70,25 @@ def test_with_one_beam_all_translate_alike(folder, tokenizer, tmp_path, precisio
     model = decoders.load_model(str(folder), precision)
     to_marian(model.float(), max_position_embeddings=99).save_pretrained(tmp_path)
     sources = tokenizer(LINES)["input_ids"]
-    theirs = load_generate(str(tmp_path), precision, 1)(sources)
-    assert load_generate(str(folder), precision, 1)(sources) == theirs
-    ours = load_search(str(folder), precision, 1)(sources)
+    theirs = load_generate(str(tmp_path), precision, 1)(sources, 5)
+    assert load_generate(str(folder), precision, 1)(sources, 5) == theirs
+    ours = load_search(str(folder), precision, 1)(sources, 12)
     caps = [len(source) + 50 for source in sources]
     assert ours == [row[:cap] for row, cap in zip(theirs, caps, strict=True)]
     assert len(set(map(tuple, ours))) > 1
 
 
-def test_ctranslate2_translates_alike_with_one_beam(folder, tokenizer, tmp_path):
+@pytest.mark.parametrize("thread_a_batch", [False, True])
+def test_ctranslate2_translates_alike_with_one_beam(folder, tokenizer, tmp_path, thread_a_batch):
     pytest.importorskip("ctranslate2")
     model = decoders.load_model(str(folder), "fp32")
     sources = tokenizer(LINES)["input_ids"]
     vocabulary = decode_speed.vocabulary_of(tokenizer, model.config.vocab_size)
     decode_speed.convert(model, vocabulary, decode_speed.Task(sources, None, 1), tmp_path)
-    theirs = decoders.load_ctranslate2(tmp_path / "ctranslate2_float32", "float32", 1, vocabulary)(sources)
-    assert theirs == load_generate(str(tmp_path / "marian"), "fp32", 1)(sources)
+    translator = decoders.load_ctranslate2(
+        tmp_path / "ctranslate2_float32", "float32", 1, vocabulary, thread_a_batch=thread_a_batch
+    )
+    assert translator(sources, 32) == load_generate(str(tmp_path / "marian"), "fp32", 1)(sources, 5)
 
 
 def test_every_id_of_the_model_has_a_token(tokenizer):
@@ -103,10 +104,10 @@ def scripted(monkeypatch):
     monkeypatch.setattr(decode_speed, "PAUSE", 0)
 
     def decoder(name, seconds, calls):
-        def decode(sources):
+        def decode(sources, size):
             calls.append((name, len(sources)))
-            clock.now += seconds[len(sources)]
-            return [[len(source), len(sources)] for source in sources]
+            clock.now += seconds[size] * -(-len(sources) // size)
+            return [[len(source), size] for source in sources]
 
         return decode
 
@@ -114,7 +115,7 @@ def scripted(monkeypatch):
 
 
 def test_each_system_is_measured_at_its_fastest_batch_size(monkeypatch):
-    """Six sentences: 6 x 1 s, 3 x 1.5 s or 5 s for "a"; "b" has one size."""
+    """Six sentences: 6 x 1 s, 3 x 1.5 s or 5 s for "a"; "b" has one size. What warms up is not counted."""
     calls = []
     decoder = scripted(monkeypatch)
     loaded = {"a": decoder("a", {1: 1.0, 2: 1.5, 6: 5.0}, calls), "b": decoder("b", {3: 4.0}, calls)}
@@ -132,15 +133,15 @@ def test_rounds_are_made_in_turn_and_each_system_begins_one(monkeypatch):
     seconds = {"a": 1.0, "b": 2.0, "c": 3.0}
     loaded = {name: decoder(name, {2: value}, calls) for name, value in seconds.items()}
     task = decode_speed.Task(sources_of_lengths(3, 1, 4, 6), None, 4)
-    batches = {name: [[3, 2], [0, 1]] for name in loaded}
-    times = decode_speed.seconds_of_rounds(loaded, task, batches, 4)
+    sizes = dict.fromkeys(loaded, 2)
+    times = decode_speed.seconds_of_rounds(loaded, task, sizes, 4)
     assert times == {"a": [2.0] * 4, "b": [4.0] * 4, "c": [6.0] * 4}
-    assert "".join(name for name, _ in calls[::2]) == "abcbcacababc"
+    assert calls == [(name, 4) for name in "abcbcacababc"]
 
     calls.clear()
     monkeypatch.setattr(decode_speed, "LATENCY_TURN", 2)
-    latencies = {name: decoder(name, {1: value / 1000}, calls) for name, value in seconds.items()}
-    times = decode_speed.milliseconds_one_by_one(latencies, task, 3)
+    latencies = {name: decoder(name, {2: value / 1000}, calls) for name, value in seconds.items()}
+    times = decode_speed.milliseconds_one_by_one(latencies, task, sizes, 3)
     for name, value in seconds.items():
         assert times[name] == pytest.approx([value] * 3)
     assert "".join(name for name, _ in calls) == "abc" + "aabbcc" + "bca"

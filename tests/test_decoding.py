@@ -14,10 +14,18 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from hf_vanilla_trm import incremental, projections
-from hf_vanilla_trm.decoding import BeamSearchOptions, Hypothesis, SamplingOptions, Task, decode, highest, without
+from hf_vanilla_trm.decoding import (
+    BeamSearchOptions,
+    Hypothesis,
+    SamplingOptions,
+    Task,
+    best_continuations,
+    decode,
+    without,
+)
 from hf_vanilla_trm.generation import custom_generate, search
 from hf_vanilla_trm.incremental import IncrementalDecoder
+from hf_vanilla_trm.projections import PackedLinear
 from tests.conftest import tiny_model
 
 EOS, START = 2, 0
@@ -528,15 +536,25 @@ def test_a_model_in_parts_is_refused(batch):
         model.search(batch["input_ids"])
 
 
-@pytest.mark.parametrize(("length", "number"), [(1, 1), (7, 3), (255, 8), (256, 2), (1000, 7), (8001, 8), (37000, 1)])
-def test_the_highest_are_those_of_topk(length, number):
-    values = torch.randn(3, 2, length, generator=torch.Generator().manual_seed(length)).log_softmax(-1)
-    values[0, 1, length // 2 :] = float("-inf")
-    best, places = highest(values, number)
-    expected = values.topk(number, dim=-1)
-    assert torch.equal(best, expected.values)
-    assert torch.equal(values.gather(-1, places), best)
-    assert all(len(set(row)) == number for row in places.flatten(0, 1).tolist())
+@pytest.mark.parametrize(
+    ("vocab_size", "number"), [(1, 2), (7, 3), (255, 8), (256, 2), (640, 10), (1000, 7), (8001, 8), (37000, 1)]
+)
+def test_the_best_continuations_are_those_of_topk_over_all(vocab_size, number):
+    generator = torch.Generator().manual_seed(vocab_size)
+    log_probs = torch.randn(3, 2, vocab_size, generator=generator).log_softmax(-1)
+    log_probs[0, 1, vocab_size // 2 :] = float("-inf")
+    totals = torch.tensor([[-1.0, -1.5], [-2.0, -1.0], [-1.0, float("-inf")]])
+    best, beams, tokens = best_continuations(totals, log_probs, number)
+    expected = (log_probs + totals.unsqueeze(-1)).flatten(1).topk(number, dim=1).values
+    assert torch.equal(best, expected)
+    for row in range(3):
+        assert torch.equal(log_probs[row, beams[row], tokens[row]] + totals[row, beams[row]], best[row])
+        assert len(set(zip(beams[row].tolist(), tokens[row].tolist(), strict=True))) == number
+
+
+def test_there_are_no_more_continuations_than_beams_times_tokens():
+    best, beams, tokens = best_continuations(torch.zeros(3, 2), torch.zeros(3, 2, 3), 9)
+    assert best.shape == beams.shape == tokens.shape == (3, 6)
 
 
 def test_given_pairs_are_scored_token_by_token(batch):
@@ -568,19 +586,18 @@ def test_what_a_search_found_is_scored_alike_as_a_given_pair(batch, dtype):
             assert scored.tolist() == pytest.approx(hypothesis.token_log_probs, abs=tolerance)
 
 
+@pytest.mark.parametrize("activation_function", ["relu", "gelu"])
 @pytest.mark.parametrize("beams", [1, 4])
-def test_many_rows_and_few_give_the_same_beams(batch, beams, monkeypatch):
-    """With the weights stored anew for speed, by oneDNN, and with those of the modules."""
-    model = tiny_model(seed=3, decoder_start_token_id=START)
-    results = {}
-    for rows in (1, 10**9):
-        monkeypatch.setattr(incremental, "MANY_ROWS", rows)
-        monkeypatch.setattr(projections, "LEAST_WORK", {"by rows": 10**9, "by columns": 0})
+def test_packed_weights_give_the_same_beams(batch, beams, activation_function, monkeypatch):
+    model = tiny_model(seed=3, decoder_start_token_id=START, activation_function=activation_function)
+    results = []
+    for suits in (PackedLinear.suits, lambda weight, bias: False):
+        monkeypatch.setattr(PackedLinear, "suits", suits)
         options = BeamSearchOptions(num_beams=beams, num_hypotheses=beams, max_length_b=5)
-        results[rows] = searched(model, batch, options)
-    for few, many in zip(*results.values(), strict=True):
-        assert [one.tokens for one in few] == [one.tokens for one in many]
-        for one, other in zip(few, many, strict=True):
+        results.append(searched(model, batch, options))
+    for packed, plain in zip(*results, strict=True):
+        assert [one.tokens for one in packed] == [one.tokens for one in plain]
+        for one, other in zip(packed, plain, strict=True):
             assert one.score == pytest.approx(other.score, abs=1e-5)
 
 

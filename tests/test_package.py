@@ -27,7 +27,8 @@ ALLOWED = {
     "decoding": set(),
     "incremental": {"layers", "projections"},
     "generation": {"decoding", "incremental", "layers"},
-    "translation": {"decoding", "generation"},
+    "threads": set(),
+    "translation": {"decoding", "generation", "projections", "threads"},
     "modeling_vanilla_trm": {
         "configuration_vanilla_trm",
         "decoding",

@@ -10,7 +10,7 @@ from torch.func import functional_call, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_vanilla_trm import projections
-from hf_vanilla_trm.projections import Linear, is_plain, linear, sum_of_outer_products
+from hf_vanilla_trm.projections import Linear, PackedLinear, is_plain, linear, sum_of_outer_products
 
 BATCH, LENGTH, WIDTH, NEW_WIDTH = 3, 7, 10, 4
 
@@ -193,6 +193,37 @@ def test_where_operators_are_watched_or_replaced_they_are_pytorchs_own(one_dnn, 
     outputs = WATCHED[how](inputs, weight)
     assert one_dnn.number == 0
     torch.testing.assert_close(outputs[0], inputs[0] @ weight.T, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("relu", [True, False])
+def test_a_packed_map_is_the_map(dtype, with_bias, relu):
+    if not projections.HAS_BFLOAT16:
+        pytest.skip("this CPU has not the registers, or this build of PyTorch not oneDNN")
+    inputs, weight, bias = (tensor.detach().to(dtype) for tensor in factors())
+    bias = bias if with_bias else None
+    with torch.no_grad():
+        assert PackedLinear.suits(weight, bias)
+    packed = PackedLinear(weight, bias, relu=relu)
+    expected = inputs.double() @ weight.double().T + (0 if bias is None else bias.double())
+    expected = expected.relu() if relu else expected
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for rows in (inputs, inputs[:1, :1], inputs.repeat(40, 1, 1)):
+        of_rows = expected[: len(rows), : rows.size(1)].repeat(len(rows) // len(expected) or 1, 1, 1)
+        torch.testing.assert_close(packed(rows).double(), of_rows, rtol=tolerance, atol=tolerance)
+
+
+def test_nothing_is_packed_where_operators_are_watched_or_gradients_wanted():
+    _, weight, bias = (tensor.detach() for tensor in factors())
+    assert not PackedLinear.suits(weight, bias)
+    with torch.no_grad():
+        assert not PackedLinear.suits(weight.double(), bias.double())
+        assert not PackedLinear.suits(Doubled(weight), bias)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert not PackedLinear.suits(weight, bias)
+        with FlopCounterMode(display=False):
+            assert not PackedLinear.suits(weight, bias)
 
 
 def test_small_products_are_left_to_pytorch(one_dnn, monkeypatch):

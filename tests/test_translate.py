@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import threading
 import time
 
 import pytest
@@ -13,7 +14,16 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
-from hf_vanilla_trm import BeamSearchOptions, Translation, translate_by_length, translate_stream, translation
+from hf_vanilla_trm import (
+    BeamSearchOptions,
+    SamplingOptions,
+    Translation,
+    search_by_length,
+    translate_by_length,
+    translate_stream,
+    translation,
+)
+from hf_vanilla_trm.translation import batches_by_length
 from tests.conftest import tiny_model
 from tests.launch import CLONE, PYTHON, TWO_RANKS, run
 from training import translate as command
@@ -551,3 +561,62 @@ def test_a_reader_that_closes_the_pipe_early_is_no_error(folder):
     assert process.wait() == 0, errors
     assert "Traceback" not in errors
     assert "BrokenPipe" not in errors
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def threads_of(monkeypatch):
+    """The threads in which a search was made."""
+    idents, search = [], translation.search
+
+    def spy(*arguments, **options):
+        idents.append(threading.get_ident())
+        return search(*arguments, **options)
+
+    monkeypatch.setattr(translation, "search", spy)
+    return idents
+
+
+def test_batches_on_several_threads_give_what_one_gives(model, tokenizer, two_threads, monkeypatch):
+    idents, waiting = threads_of(monkeypatch), threading.Barrier(2, timeout=60)
+    sources = dict(enumerate(tokenizer([" ".join(["Buch", "Frau"] * count) for count in range(1, 9)])["input_ids"]))
+    alone = {place: model.double().search(torch.tensor([source]))[0] for place, source in sources.items()}
+    with monkeypatch.context() as patch:
+        own = translation.search
+        patch.setattr(translation, "search", lambda *given, **options: (waiting.wait(), own(*given, **options))[1])
+        together = dict(search_by_length([model], sources, BeamSearchOptions(), batch_tokens=200))
+    assert len(set(idents)) == 2
+    assert threading.get_ident() not in idents
+    assert list(together) == sorted(sources, key=lambda place: -len(sources[place]))
+    for place, found in alone.items():
+        assert [one.tokens for one in together[place]] == [one.tokens for one in found]
+        assert together[place][0].score == pytest.approx(found[0].score, abs=1e-12)
+    model.float()
+
+
+@pytest.mark.parametrize("why", ["one batch", "samples", "autocast", "one thread"])
+def test_one_thread_searches_where_others_would_know_or_do_less(model, tokenizer, two_threads, monkeypatch, why):
+    """A generator draws in one order, and contexts like autocast are of the thread that has entered them."""
+    idents = threads_of(monkeypatch)
+    sources = dict(enumerate(tokenizer(LINES)["input_ids"]))
+    chosen = SamplingOptions() if why == "samples" else BeamSearchOptions()
+    if why == "one thread":
+        torch.set_num_threads(1)
+    with torch.autocast("cpu", torch.bfloat16, enabled=why == "autocast"):
+        found = dict(search_by_length([model], sources, chosen, batch_tokens=10**6 if why == "one batch" else 1))
+    assert sorted(found) == sorted(sources)
+    assert idents == [threading.get_ident()] * (1 if why == "one batch" else len(sources))
+
+
+def test_every_worker_has_as_many_batches():
+    """By hand: seven sources of 5 tokens, 15 a batch, are 3 + 3 + 1; for two workers 2 + 2 + 2 + 1."""
+    sources = {place: [3, 4, 5, 6, 2] for place in range(7)}
+    assert batches_by_length(sources, 15) == [[0, 1, 2], [3, 4, 5], [6]]
+    assert batches_by_length(sources, 15 * 3 // 4) == [[0, 1], [2, 3], [4, 5], [6]]
+    assert batches_by_length({4: [3, 2], 1: [2], 7: [3, 4, 2], 0: [5, 2]}, 4) == [[7], [0, 4], [1]]

@@ -3,8 +3,9 @@
 All translate the same sentences, tokenised beforehand, longest first, with the same number of beams and at most 50
 tokens more than the source (of others than `search`: than the longest source of the batch). They do it in turn, each in
 a process of its own; what is compared is the ratio of each round. `generate` and CTranslate2 take the batch size that
-is their best in one trial each. Their length penalty of 0.6 is of their own kind, and so is the time at which they give
-up a search; whether the translations are as good, BLEU tells. Latency is measured with one sentence at a time, and peak
+is their best in one trial each; CTranslate2 is measured with all threads on one batch and, as our search has it, with
+batches on several threads. Their length penalty of 0.6 is of their own kind, and so is the time at which they give up a
+search; whether the translations are as good, BLEU tells. Latency is measured with one sentence at a time, and peak
 memory in a further process for each.
 
 It also counts how many translations of `search` depend on the batch that they were made in, in float32 and in float64.
@@ -44,7 +45,6 @@ from training.decoders import (
     Tokens,
     batches_of_tokens,
     best_of_search,
-    decoded,
     load_ctranslate2,
     load_generate,
     load_model,
@@ -61,12 +61,14 @@ from training.translate import BATCH_TOKENS, load
 CTRANSLATE2_TYPES = ("float32", "int8")
 CTRANSLATE2_BATCH_TOKENS = (512, 1024, 2048, 4096)
 """Source tokens, padding included, of the batches that are tried."""
+WARM_UP = 32
+"""Sentences that are translated before a trial."""
 LATENCY_TURN = 10
 """Sentences that a system translates in a row: the first finds the weights of another in the processor's cache."""
 PAUSE = 0.5
 """Seconds between two systems: threads of the one before look for work a while before they sleep."""
 OURS = "ours, fp32"
-REFERENCES = ("MarianMT, fp32", "CTranslate2, float32")
+REFERENCES = ("MarianMT, fp32", "CTranslate2, float32", "CTranslate2, float32, a thread a batch")
 """What the table compares with; decode.json has the ratios to all."""
 
 Row = dict[str, Any]
@@ -253,6 +255,8 @@ def systems_of(options: argparse.Namespace, vocabulary: Sequence[str]) -> dict[s
     for kind in CTRANSLATE2_TYPES if ctranslate2_version() else ():
         translate = functools.partial(load_ctranslate2, folder / f"ctranslate2_{kind}", kind, beams, vocabulary)
         systems[f"CTranslate2, {kind}"] = System(translate, CTRANSLATE2_BATCH_TOKENS, "source tokens")
+        alone = functools.partial(translate, thread_a_batch=True)
+        systems[f"CTranslate2, {kind}, a thread a batch"] = System(alone, CTRANSLATE2_BATCH_TOKENS, "source tokens")
     return systems
 
 
@@ -271,9 +275,8 @@ def measure(
     decoders: dict[str, Decode] = {name: OwnProcess(system.load) for name, system in systems.items()}
     trials, outputs = try_sizes(systems, decoders, task)
     sizes = {name: min(seconds, key=seconds.__getitem__) for name, seconds in trials.items()}
-    batches = {name: system.batches(task.sources, sizes[name]) for name, system in systems.items()}
-    seconds = seconds_of_rounds(decoders, task, batches, rounds)
-    latencies = milliseconds_one_by_one(decoders, task, one_by_one)
+    seconds = seconds_of_rounds(decoders, task, sizes, rounds)
+    latencies = milliseconds_one_by_one(decoders, task, sizes, one_by_one)
     del decoders
     rows = []
     for name, system in tqdm(systems.items(), desc="Peak memory", unit="system", leave=False):
@@ -317,22 +320,20 @@ def try_sizes(
     with tqdm(total=len(passes) * len(task.sources), desc="Trying batch sizes", unit="sentence", leave=False) as bar:
         for name, size in passes:
             bar.set_postfix_str(f"{name}: {size}")
-            batches = systems[name].batches(task.sources, size)
             time.sleep(PAUSE)
-            decoders[name]([task.sources[number] for number in batches[-1]])  # what is done once is not the trial's
-            started, found = time.perf_counter(), {}
-            for number, tokens in decoded(decoders[name], task.sources, batches):
-                found[number] = tokens
-                bar.update()
+            decoders[name](task.sources[:WARM_UP], size)  # what is done once is not the trial's
+            started = time.perf_counter()
+            found = decoders[name](task.sources, size)
             took = time.perf_counter() - started
+            bar.update(len(found))
             if took <= min(trials[name].values(), default=took):
-                outputs[name] = [found[number] for number in range(len(task.sources))]
+                outputs[name] = found
             trials[name][size] = took
     return trials, outputs
 
 
 def seconds_of_rounds(
-    decoders: dict[str, Decode], task: Task, batches: dict[str, list[list[int]]], rounds: int
+    decoders: dict[str, Decode], task: Task, sizes: dict[str, int], rounds: int
 ) -> dict[str, list[float]]:
     """Return the seconds of each system for all sentences, by round; which of them is first changes every time."""
     names = list(decoders)
@@ -344,17 +345,19 @@ def seconds_of_rounds(
                 bar.set_postfix_str(name)
                 time.sleep(PAUSE)
                 started = time.perf_counter()
-                for _ in decoded(decoders[name], task.sources, batches[name]):
-                    bar.update()
+                decoders[name](task.sources, sizes[name])
                 seconds[name].append(time.perf_counter() - started)
+                bar.update(len(task.sources))
     return seconds
 
 
-def milliseconds_one_by_one(decoders: dict[str, Decode], task: Task, number: int) -> dict[str, list[float]]:
+def milliseconds_one_by_one(
+    decoders: dict[str, Decode], task: Task, sizes: dict[str, int], number: int
+) -> dict[str, list[float]]:
     """Return the milliseconds of each system for each of some sentences by itself, in turn."""
     names, rows = list(decoders), spaced_rows(len(task.sources), min(number, len(task.sources)))
-    for decode in decoders.values():
-        decode([task.sources[rows[0]]])
+    for name, decode in decoders.items():
+        decode([task.sources[rows[0]]], sizes[name])
     milliseconds: dict[str, list[float]] = {name: [] for name in names}
     with tqdm(total=len(names) * len(rows), desc="One by one", unit="sentence", leave=False) as bar:
         for turn, start in enumerate(range(0, len(rows), LATENCY_TURN)):
@@ -363,7 +366,7 @@ def milliseconds_one_by_one(decoders: dict[str, Decode], task: Task, number: int
                 time.sleep(PAUSE)
                 for row in rows[start : start + LATENCY_TURN]:
                     started = time.perf_counter()
-                    decoders[name]([task.sources[row]])
+                    decoders[name]([task.sources[row]], sizes[name])
                     milliseconds[name].append(1000 * (time.perf_counter() - started))
                     bar.update()
     return milliseconds
@@ -377,8 +380,7 @@ def memory_of_decoding(system: System, sources: Sequence[Tokens], size: int) -> 
     before = psutil.Process().memory_info().rss
     decode = system.load()
     reset_peak_memory(torch.device("cpu"))
-    for _ in decoded(decode, sources, system.batches(sources, size)):
-        pass
+    decode(sources, size)
     return peak_memory(torch.device("cpu")), before
 
 

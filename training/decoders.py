@@ -1,12 +1,13 @@
 """Ways to translate with one and the same model, as a benchmark compares them: our `search`, transformers' `generate`
 and CTranslate2.
 
-Each takes a batch of tokens and gives one of tokens. The length penalty of all is 0.6, but of their own kind: of the
-paper's in `search`, and the length's power in the others. `search` caps every translation at 50 tokens more than its
-own source, the others at 50 more than the longest of the batch.
+Each takes the tokens of any number of sentences and makes its own batches of them, of a size that it is told. The
+length penalty of all is 0.6, but of their own kind: of the paper's in `search`, and the length's power in the others.
+`search` caps every translation at 50 tokens more than its own source, `generate` at 50 more than the longest of the
+batch, and CTranslate2 at 50 more than the longest of all.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -17,14 +18,14 @@ import torch
 import transformers
 from transformers import AutoModelForSeq2SeqLM
 
-import hf_vanilla_trm  # noqa: F401  (its import makes the Auto classes know the model)
+from hf_vanilla_trm import BeamSearchOptions, search_by_length
 
 LENGTH_PENALTY, MAX_LENGTH_B = 0.6, 50
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 Tokens = list[int]
-Decode = Callable[[Sequence[Tokens]], list[Tokens]]
-"""Translates one batch; each translation ends with EOS, unless it was ended by its cap."""
+Decode = Callable[[Sequence[Tokens], int], list[Tokens]]
+"""Translates sentences in batches of a size; each translation ends with EOS, unless it was ended by its cap."""
 
 
 class OwnProcess:
@@ -40,9 +41,9 @@ class OwnProcess:
     def __init__(self, load: Callable[[], Decode]) -> None:
         self.process = ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_load, initargs=(load,))
 
-    def __call__(self, sources: Sequence[Tokens]) -> list[Tokens]:
-        """Translate one batch."""
-        return self.process.submit(_translate, sources).result()
+    def __call__(self, sources: Sequence[Tokens], size: int) -> list[Tokens]:
+        """Translate sentences in batches of a size."""
+        return self.process.submit(_translate, sources, size).result()
 
 
 _of_this_process: list[Decode] = []
@@ -52,8 +53,8 @@ def _load(load: Callable[[], Decode]) -> None:
     _of_this_process[:] = [load()]
 
 
-def _translate(sources: Sequence[Tokens]) -> list[Tokens]:
-    return _of_this_process[0](sources)
+def _translate(sources: Sequence[Tokens], size: int) -> list[Tokens]:
+    return _of_this_process[0](sources, size)
 
 
 @dataclass(frozen=True)
@@ -69,13 +70,6 @@ class System:
     load: Callable[[], Decode]
     sizes: tuple[int, ...]
     unit: str
-
-    def batches(self, sources: Sequence[Tokens], size: int) -> list[list[int]]:
-        """Return the numbers of the sources in batches of a size, longest first."""
-        order = sorted(range(len(sources)), key=lambda number: (-len(sources[number]), number))
-        if self.unit == "sentences":
-            return [order[start : start + size] for start in range(0, len(order), size)]
-        return batches_of_tokens(sources, order, size)
 
 
 def batches_of_tokens(sources: Sequence[Tokens], order: Sequence[int], tokens: int) -> list[list[int]]:
@@ -97,14 +91,6 @@ def batches_of_tokens(sources: Sequence[Tokens], order: Sequence[int], tokens: i
     return batches
 
 
-def decoded(
-    decode: Decode, sources: Sequence[Tokens], batches: Sequence[Sequence[int]]
-) -> Iterator[tuple[int, Tokens]]:
-    """Yield (number, translation) of the sources in batches."""
-    for batch in batches:
-        yield from zip(batch, decode([sources[number] for number in batch]), strict=True)
-
-
 def padded(sources: Sequence[Tokens], pad: int) -> dict[str, torch.Tensor]:
     """Return a batch as `input_ids` and `attention_mask`, both `(batch, source_length)`."""
     rows = [torch.tensor(source) for source in sources]
@@ -121,10 +107,15 @@ def load_model(folder: str, precision: str) -> Any:
 
 
 def load_search(folder: str, precision: str, beams: int) -> Decode:
-    """Return the `search` of our own model."""
+    """Return the search of our own model; a size is of source tokens, padding included."""
     model = load_model(folder, precision)
+    options = BeamSearchOptions(num_beams=beams, alpha=LENGTH_PENALTY, max_length_b=MAX_LENGTH_B)
 
-    return lambda sources: [hypothesis.tokens for hypothesis in best_of_search(model, sources, beams)]
+    def decode(sources: Sequence[Tokens], size: int) -> list[Tokens]:
+        found = dict(search_by_length([model], dict(enumerate(sources)), options, batch_tokens=size * beams))
+        return [found[number][0].tokens for number in range(len(sources))]
+
+    return decode
 
 
 def best_of_search(model: Any, sources: Sequence[Tokens], beams: int) -> list[Any]:
@@ -135,15 +126,21 @@ def best_of_search(model: Any, sources: Sequence[Tokens], beams: int) -> list[An
 
 
 def load_generate(folder: str, precision: str, beams: int) -> Decode:
-    """Return transformers' `generate` of our model or of a MarianMT."""
+    """Return transformers' `generate` of our model or of a MarianMT; a size is of sentences."""
     model = load_model(folder, precision)
     pad, eos = model.config.pad_token_id, model.config.eos_token_id
     options = {"do_sample": False, "num_beams": beams, "length_penalty": LENGTH_PENALTY if beams > 1 else None}
 
-    def decode(sources: Sequence[Tokens]) -> list[Tokens]:
-        cap = max(map(len, sources)) + MAX_LENGTH_B
-        rows = model.generate(**padded(sources, pad), **options, max_new_tokens=cap).tolist()
-        return [without_padding(row[1:], eos, pad) for row in rows]
+    def decode(sources: Sequence[Tokens], size: int) -> list[Tokens]:
+        order = sorted(range(len(sources)), key=lambda number: (-len(sources[number]), number))
+        found = {}
+        for start in range(0, len(order), size):
+            batch = order[start : start + size]
+            cap = len(sources[batch[0]]) + MAX_LENGTH_B
+            inputs = padded([sources[number] for number in batch], pad)
+            rows = model.generate(**inputs, **options, max_new_tokens=cap).tolist()
+            found |= {number: without_padding(row[1:], eos, pad) for number, row in zip(batch, rows, strict=True)}
+        return [found[number] for number in range(len(sources))]
 
     return decode
 
@@ -157,29 +154,36 @@ def without_padding(tokens: Tokens, eos: int, pad: int) -> Tokens:
     return tokens
 
 
-def load_ctranslate2(folder: Path, kind: str, beams: int, vocabulary: Sequence[str]) -> Decode:
-    """Return the translator of CTranslate2, with as many threads as PyTorch has.
+def load_ctranslate2(
+    folder: Path, kind: str, beams: int, vocabulary: Sequence[str], *, thread_a_batch: bool = False
+) -> Decode:
+    """Return the translator of CTranslate2, with as many threads as PyTorch has; a size is of source tokens.
 
     Args:
         folder: From `to_ctranslate2`.
         kind: In which type it computes.
         beams: Of the search.
         vocabulary: Its tokens, by id.
+        thread_a_batch: Whether each thread translates batches of its own; else all work on one batch.
     """
     import ctranslate2
 
+    threads = torch.get_num_threads()
+    inter, intra = (threads, 1) if thread_a_batch else (1, threads)
     translator = ctranslate2.Translator(
-        str(folder), device="cpu", compute_type=kind, inter_threads=1, intra_threads=torch.get_num_threads()
+        str(folder), device="cpu", compute_type=kind, inter_threads=inter, intra_threads=intra
     )
     ids = {token: number for number, token in enumerate(vocabulary)}
 
-    def decode(sources: Sequence[Tokens]) -> list[Tokens]:
+    def decode(sources: Sequence[Tokens], size: int) -> list[Tokens]:
         results = translator.translate_batch(
             [[vocabulary[token] for token in source] for source in sources],
             beam_size=beams,
             length_penalty=LENGTH_PENALTY,
             max_decoding_length=max(map(len, sources)) + MAX_LENGTH_B,
             min_decoding_length=0,
+            max_batch_size=size,
+            batch_type="tokens",
             return_end_token=True,
         )
         return [[ids[token] for token in result.hypotheses[0]] for result in results]

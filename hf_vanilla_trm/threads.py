@@ -1,0 +1,51 @@
+"""Batches on several threads of a CPU at once.
+
+Two threads that multiply a matrix together wait for each other at its end, and one of them for the other in all that is
+not divided. With a batch each they do not wait: PyTorch leaves Python's lock while it computes.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+MOST_WORKERS = 4
+"""Python's lock lets one thread at a time say what is to be computed, which takes a tenth of the time or less."""
+
+
+def in_threads(function: Callable[[Item], Result], items: Sequence[Item], workers: int) -> Iterator[Result]:
+    """`map(function, items)`, on so many threads, between which PyTorch's own are divided.
+
+    When the iterator is closed, or an item fails, those that have not begun are left.
+
+    Args:
+        function: Computes on the CPU. It is called in a thread that knows nothing of this one's contexts, like
+            `torch.no_grad()`.
+        items: What it is called with.
+        workers: Threads; 1 stays in this one.
+
+    Yields:
+        The results, in order.
+    """
+    if workers == 1:
+        yield from map(function, items)
+        return
+    threads = torch.get_num_threads()
+    together = threading.Barrier(workers)  # no thread computes while another is told how many threads it has
+
+    def begin() -> None:
+        torch.set_num_threads(max(1, threads // workers))
+        together.wait()
+
+    executor = ThreadPoolExecutor(workers, thread_name_prefix="search", initializer=begin)
+    try:
+        yield from executor.map(function, items)
+    finally:
+        together.abort()  # where not all threads could be started, the others still wait
+        executor.shutdown(cancel_futures=True)
+        torch.set_num_threads(threads)  # also for threads to come
