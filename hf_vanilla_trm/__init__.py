@@ -13,6 +13,8 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # type: ignore[attr-defined]
 
 from .configuration_vanilla_trm import VanillaTrmConfig
+from .conversion import from_marian, load_torch_weights, to_marian
+from .ctranslate2_export import export_ctranslate2, vocabularies_of
 from .decoding import BeamSearchOptions, DecodingOptions, Hypothesis, SamplingOptions
 from .generation import custom_generate, saved_options
 from .modeling_vanilla_trm import (
@@ -59,10 +61,15 @@ __all__ = [
     "VanillaTrmModel",
     "VanillaTrmPreTrainedModel",
     "custom_generate",
+    "export_ctranslate2",
+    "from_marian",
+    "load_torch_weights",
     "saved_options",
     "search_by_length",
     "share_parameters",
+    "to_marian",
     "translate_by_length",
     "translate_stream",
     "unshare_parameters",
+    "vocabularies_of",
 ]

@@ -26,6 +26,7 @@ class DecodingOptions:
         min_length: Least number of tokens before EOS.
         num_hypotheses: How many to return for each source.
         no_repeat_ngram_size: No hypothesis has the same n tokens in a row twice; 0 allows it.
+        forbidden_tokens: That no hypothesis has.
 
     Raises:
         ValueError: A number is out of its range.
@@ -37,11 +38,14 @@ class DecodingOptions:
     min_length: int = 0
     num_hypotheses: int = 1
     no_repeat_ngram_size: int = 0
+    forbidden_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name, least in (("max_length_a", 0), ("min_length", 0), ("num_hypotheses", 1), ("no_repeat_ngram_size", 0)):
             if not least <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} ({getattr(self, name)}) must be at least {least}, and finite")
+        if min(self.forbidden_tokens, default=0) < 0:
+            raise ValueError(f"forbidden_tokens ({self.forbidden_tokens}) must not hold a negative number")
         if self.max_length is not None and not self.max_length > self.min_length:
             raise ValueError(f"max_length ({self.max_length}) must be more than min_length ({self.min_length})")
 
@@ -152,7 +156,10 @@ class StepModel(Protocol):
     """What a search needs of a model: a batch of sentences, each with as many beams."""
 
     def next_log_probs(self, tokens: Tensor) -> Tensor:
-        """Log-probabilities `(batch, num_beams, vocab_size)` of what follows the newest tokens `(batch, num_beams)`."""
+        """Log-probabilities `(batch, num_beams, vocab_size)` of what follows the newest tokens `(batch, num_beams)`.
+
+        The search may write on them.
+        """
 
     def reorder(self, parents: Tensor) -> None:
         """Go on with other beams: `parents` `(batch, num_beams)` says which of the old beams each new one extends."""
@@ -278,11 +285,19 @@ class _Search:
             setattr(self, name, value[remaining if isinstance(value, Tensor) else places])
 
     def allowed(self, log_probs: Tensor) -> Tensor:
-        """Log-probabilities with -inf for what options forbid at this step; a prefix forbids all but its own token."""
-        free = log_probs
+        """Log-probabilities with -inf for what options forbid at this step; a prefix forbids all but its own token.
+
+        They are written where they stand, unless several beams stand at one place.
+        """
+        forbidden = set(self.options.forbidden_tokens)
         if self.length <= self.options.min_length:
-            eos = torch.tensor([self.task.eos_token_id], device=log_probs.device)
-            log_probs = log_probs.index_fill(-1, eos, NEVER)
+            forbidden.add(self.task.eos_token_id)
+        if forbidden:
+            if max(forbidden) >= log_probs.size(-1):
+                raise ValueError(f"a forbidden token is {max(forbidden)}, of a vocabulary of {log_probs.size(-1)}")
+            log_probs = log_probs.contiguous()
+            log_probs[..., sorted(forbidden)] = NEVER
+        free = log_probs
         if self.options.no_repeat_ngram_size:
             log_probs = without_repeated_ngrams(log_probs, self.history, self.options.no_repeat_ngram_size)
         forced = self._forced_tokens()
@@ -474,8 +489,8 @@ def check_prefixes(task: Task, options: DecodingOptions) -> None:
     """Refuse prefixes that no translation could begin with.
 
     Raises:
-        ValueError: They are not one for each source, one is longer than its source's cap lets it be, or one holds EOS
-            or what is no token.
+        ValueError: They are not one for each source, one is longer than its source's cap lets it be, or one holds EOS,
+            a forbidden token or what is no token.
     """
     if task.prefixes is None:
         return
@@ -487,8 +502,10 @@ def check_prefixes(task: Task, options: DecodingOptions) -> None:
                 f"the prefix of source {source} has {len(prefix)} tokens, and its translation at most "
                 f"{options.cap_of(length)}"
             )
-        if task.eos_token_id in prefix or min(prefix, default=0) < 0:
-            raise ValueError(f"the prefix of source {source} holds EOS or a negative number: {list(prefix)}")
+        if {task.eos_token_id, *options.forbidden_tokens}.intersection(prefix) or min(prefix, default=0) < 0:
+            raise ValueError(
+                f"the prefix of source {source} holds EOS, a forbidden token or a negative number: {list(prefix)}"
+            )
 
 
 GROUP = 128

@@ -21,6 +21,7 @@ MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.BEAM_SEARCH, GenerationMod
 SETTINGS = {
     "MinLengthLogitsProcessor": "min_length",
     "MinNewTokensLengthLogitsProcessor": "min_new_tokens",
+    "NoBadWordsLogitsProcessor": "bad_words_ids",
     "NoRepeatNGramLogitsProcessor": "no_repeat_ngram_size",
     "TemperatureLogitsWarper": "temperature",
     "TopKLogitsWarper": "top_k",
@@ -29,6 +30,8 @@ SETTINGS = {
     "EosTokenCriteria": None,
 }
 """What `generate` makes of a generation config that our own loops can do too: the setting that it stands for."""
+ATTRIBUTES = {"no_repeat_ngram_size": "ngram_size", "bad_words_ids": "bad_word_ids"}
+"""Where what `generate` made has a setting's value, if not under its name."""
 
 
 def search(
@@ -113,8 +116,8 @@ def custom_generate(
 
     Of the generation config it reads the special tokens, `num_beams`, `num_return_sequences`, `do_sample`,
     `temperature`, `top_k`, `top_p`, `max_length` and `max_new_tokens`, `min_length` and `min_new_tokens`,
-    `no_repeat_ngram_size`, and `max_length_a` and `max_length_b` where it has them. `length_penalty` is here the
-    paper's alpha.
+    `no_repeat_ngram_size`, `bad_words_ids` of one token each, and `max_length_a` and `max_length_b` where it has them.
+    `length_penalty` is here the paper's alpha.
 
     Args:
         model: A `VanillaTrmForConditionalGeneration`.
@@ -164,7 +167,8 @@ def saved_options(config: Any, **changes: Any) -> BeamSearchOptions:
     """How a model's saved generation config says to search, with some values replaced.
 
     Its `length_penalty` is here the paper's alpha. `max_length_a` and `max_length_b` are entries of our own, saved in
-    generation_config.json like the others. A translation has at least one token before EOS.
+    generation_config.json like the others. A translation has at least one token before EOS, and none of
+    `bad_words_ids`.
 
     Args:
         config: A `GenerationConfig`. What it lacks is as in the paper, but that it searches greedily without
@@ -172,7 +176,7 @@ def saved_options(config: Any, **changes: Any) -> BeamSearchOptions:
         **changes: Fields of `BeamSearchOptions`; None keeps the config's.
 
     Raises:
-        ValueError: A number is out of its range.
+        ValueError: A number is out of its range, or `bad_words_ids` has an entry of several tokens.
     """
     saved = {
         "num_beams": config.num_beams or 1,
@@ -181,9 +185,23 @@ def saved_options(config: Any, **changes: Any) -> BeamSearchOptions:
         "max_length_a": getattr(config, "max_length_a", None),
         "max_length_b": getattr(config, "max_length_b", None),
         "min_length": 1,
+        "forbidden_tokens": forbidden_tokens(config),
     }
     chosen = saved | {name: value for name, value in changes.items() if value is not None}
     return BeamSearchOptions(**{name: value for name, value in chosen.items() if value is not None})
+
+
+def forbidden_tokens(config: Any) -> tuple[int, ...]:
+    """The tokens of `bad_words_ids`, as `generate` takes it: EOS is never among them.
+
+    Raises:
+        ValueError: An entry has several tokens.
+    """
+    eos = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    entries = config.bad_words_ids or []
+    if several := [entry for entry in entries if len(entry) != 1]:
+        raise ValueError(f"bad_words_ids has {several[0]}: a search of ours can forbid single tokens only")
+    return tuple(entry[0] for entry in entries if entry[0] not in eos)
 
 
 def score_targets(model: Any, input_ids: Tensor, attention_mask: Tensor | None, labels: Tensor) -> Tensor:
@@ -221,7 +239,7 @@ def check_settings(config: Any, parts: Sequence[Any]) -> None:
     for part in parts:
         name = type(part).__name__
         setting = SETTINGS.get(name)
-        value = getattr(part, "ngram_size" if setting == "no_repeat_ngram_size" else str(setting), None)
+        value = getattr(part, ATTRIBUTES.get(str(setting), str(setting)), None)
         if name not in SETTINGS or (setting is not None and value != getattr(config, setting)):
             raise ValueError(f"custom_generate cannot do what {name} stands for: use generate without it")
 
@@ -238,6 +256,7 @@ def options_of(config: Any, *, prefix_length: int = 1) -> DecodingOptions:
         "max_length": config.max_length - 1,
         "num_hypotheses": config.num_return_sequences or 1,
         "no_repeat_ngram_size": config.no_repeat_ngram_size or 0,
+        "forbidden_tokens": forbidden_tokens(config),
         "max_length_a": 0.0,
         "max_length_b": config.max_length - 1,
     }

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from hf_vanilla_trm import to_marian, vocabularies_of
 from tests.conftest import tiny_model
 from training import decode_speed, decoders
 from training.benchmark import main
 from training.decoders import System, batches_of_tokens, load_generate, load_search, padded, without_padding
-from training.marian import to_marian
 from training.tokenizer import train_tokenizer
 
 LINES = ["Buch", "Zwei Kinder spielen im Park .", "Eine Frau liest", "die Wiese", "Hund und Kinder im Buch ; Park"]
@@ -83,8 +83,8 @@ def test_ctranslate2_translates_alike_with_one_beam(folder, tokenizer, tmp_path,
     pytest.importorskip("ctranslate2")
     model = decoders.load_model(str(folder), "fp32")
     sources = tokenizer(LINES)["input_ids"]
-    vocabulary = decode_speed.vocabulary_of(tokenizer, model.config.vocab_size)
-    decode_speed.convert(model, vocabulary, decode_speed.Task(sources, None, 1), tmp_path)
+    vocabulary = vocabularies_of(tokenizer, model.config)[0]
+    decode_speed.convert(model, tokenizer, decode_speed.Task(sources, None, 1), tmp_path)
     translator = decoders.load_ctranslate2(
         tmp_path / "ctranslate2_float32", "float32", 1, vocabulary, thread_a_batch=thread_a_batch
     )
@@ -92,7 +92,8 @@ def test_ctranslate2_translates_alike_with_one_beam(folder, tokenizer, tmp_path,
 
 
 def test_every_id_of_the_model_has_a_token(tokenizer):
-    vocabulary = decode_speed.vocabulary_of(tokenizer, len(tokenizer) + 2)
+    vocabulary, target = vocabularies_of(tokenizer, tiny_model(vocab_size=len(tokenizer) + 2).config)
+    assert target == vocabulary
     assert vocabulary[:-2] == tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
     assert len(set(vocabulary)) == len(tokenizer) + 2
 

@@ -472,8 +472,8 @@ def test_half_precision_finds_what_full_precision_scores_as_well(batch, dtype):
     [
         ([[5]], "there are 1 prefixes for 3 sources"),
         ([[5], [], [9] * 30], r"the prefix of source 2 has 30 tokens, and its translation at most 9"),
-        ([[5], [7, EOS], []], r"the prefix of source 1 holds EOS or a negative number: \[7, 2\]"),
-        ([[-1], [], []], r"the prefix of source 0 holds EOS or a negative number: \[-1\]"),
+        ([[5], [7, EOS], []], r"the prefix of source 1 holds EOS, a forbidden .* number: \[7, 2\]"),
+        ([[-1], [], []], r"the prefix of source 0 holds EOS, a forbidden .* number: \[-1\]"),
         ([[], [], [20]], r"a prefix has token 20, of a vocabulary of 20"),
     ],
 )

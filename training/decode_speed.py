@@ -35,6 +35,7 @@ import transformers
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from hf_vanilla_trm import export_ctranslate2, to_marian, vocabularies_of
 from training.arguments import DataArguments, positive_integer
 from training.data import load_pairs
 from training.decoders import (
@@ -52,7 +53,6 @@ from training.decoders import (
 )
 from training.evaluation import spaced_rows
 from training.lines import as_line, read_lines
-from training.marian import to_ctranslate2, to_marian
 from training.memory import peak_memory, reset_peak_memory
 from training.run_log import write_json
 from training.train_speed import in_own_process
@@ -133,9 +133,9 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
     try:
         sentences, references = read_sentences(options.source, options.reference, options.sentences)
         model, tokenizer = load(options.model, "cpu")
-        vocabulary = vocabulary_of(tokenizer, model.config.vocab_size)
+        vocabulary = vocabularies_of(tokenizer, model.config)[0]
         task = Task(tokenizer(sentences, verbose=False)["input_ids"], references, options.beams)
-        convert(model, vocabulary, task, options.output_dir)
+        convert(model, tokenizer, task, options.output_dir)
     except (OSError, ValueError) as error:
         raise SystemExit(f"error: {error}") from error
     del model
@@ -217,7 +217,7 @@ def read_file(path: Path) -> list[str]:
         return list(read_lines(file, str(path)))
 
 
-def convert(model: Any, vocabulary: Sequence[str], task: Task, folder: Path) -> None:
+def convert(model: Any, tokenizer: PreTrainedTokenizerBase, task: Task, folder: Path) -> None:
     """Write MarianMT's files, and CTranslate2's where it is installed, below a folder; their positions suffice.
 
     Raises:
@@ -229,15 +229,7 @@ def convert(model: Any, vocabulary: Sequence[str], task: Task, folder: Path) -> 
     marian.save_pretrained(folder / "marian")
     if ctranslate2_version():
         for kind in CTRANSLATE2_TYPES:
-            to_ctranslate2(marian, vocabulary, folder / f"ctranslate2_{kind}", kind)
-
-
-def vocabulary_of(tokenizer: PreTrainedTokenizerBase, size: int) -> list[str]:
-    """Return all tokens by id; an id of the model that the tokenizer does not have gets a name."""
-    vocabulary = [f"<unused {number}>" for number in range(size)]
-    for token, number in tokenizer.get_vocab().items():
-        vocabulary[number] = token
-    return vocabulary
+            export_ctranslate2(marian, tokenizer, folder / f"ctranslate2_{kind}", quantization=kind)
 
 
 def systems_of(options: argparse.Namespace, vocabulary: Sequence[str]) -> dict[str, System]:

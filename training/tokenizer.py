@@ -105,9 +105,11 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
     Raises:
         ValueError: If there are such; the message has the highest id and the vocabulary's size.
     """
-    highest = max(tokenizer.get_vocab().values())
-    for name in ("vocab_size", "decoder_vocab_size"):
-        size = getattr(model.config, name, None)
+    source = target = tokenizer.get_vocab()
+    if getattr(tokenizer, "separate_vocabs", False):  # a MarianTokenizer with one for each language
+        source, target = tokenizer.encoder, tokenizer.target_encoder
+    for name, vocabulary in (("vocab_size", source), ("decoder_vocab_size", target)):
+        size, highest = getattr(model.config, name, None), max(vocabulary.values())
         if size is not None and highest >= size:
             raise ValueError(f"the tokenizer has ids up to {highest}, but the model's {name} is {size}")
 
