@@ -26,6 +26,7 @@ from .modeling_vanilla_trm import (
     VanillaTrmModel,
     VanillaTrmPreTrainedModel,
 )
+from .quantization import quantize
 from .sharing import share_parameters, unshare_parameters
 from .translation import BATCH_TOKENS, WINDOW, Translation, search_by_length, translate_by_length, translate_stream
 
@@ -64,6 +65,7 @@ __all__ = [
     "export_ctranslate2",
     "from_marian",
     "load_torch_weights",
+    "quantize",
     "saved_options",
     "search_by_length",
     "share_parameters",

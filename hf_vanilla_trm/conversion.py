@@ -103,7 +103,8 @@ def from_marian(marian: MarianMTModel) -> VanillaTrmForConditionalGeneration:
         output_bias=True,
         use_cache=theirs.use_cache,
     )
-    model = _without_drawing(VanillaTrmForConditionalGeneration, config).to(marian.device, marian.dtype)
+    model: VanillaTrmForConditionalGeneration = _without_drawing(VanillaTrmForConditionalGeneration, config)
+    model = model.to(device=marian.device, dtype=marian.dtype)  # type: ignore[call-arg]
     order = features_in_our_order(config.d_model).to(marian.device)
     weights = marian.state_dict()
     with torch.no_grad():
@@ -176,7 +177,7 @@ def to_marian(
         use_cache=config.use_cache,
         forced_eos_token_id=None,
     )
-    marian = _without_drawing(MarianMTModel, their_config).to(model.device, model.dtype)
+    marian: Any = _without_drawing(MarianMTModel, their_config).to(device=model.device, dtype=model.dtype)
     source = model if config.parameter_sharing == "none" else unshare_parameters(model)
     order = features_in_marians_order(config.d_model).to(model.device)
     weights = marian.state_dict()
@@ -189,7 +190,8 @@ def to_marian(
             assert name.endswith("bias"), name
             weights[name].zero_()
     marian.generation_config = copy.deepcopy(model.generation_config)
-    return marian
+    result: MarianMTModel = marian
+    return result
 
 
 def check_convertible(model: Any) -> None:
@@ -229,7 +231,7 @@ def _permuted(name: str, tensor: Tensor, order: Tensor) -> Tensor:
     return tensor[:, order] if kind == "weight" else tensor
 
 
-def _without_drawing(kind: type, config: Any) -> Any:
+def _without_drawing(kind: Any, config: Any) -> Any:
     """A model in evaluation mode, whose first weights, all to be replaced, cost no random numbers."""
     with torch.random.fork_rng(devices=[]):
         return kind(config).eval()

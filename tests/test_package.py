@@ -41,6 +41,7 @@ ALLOWED = {
         "translation",
     },
     "sharing": {"modeling_vanilla_trm"},
+    "quantization": set(),
     "conversion": {"configuration_vanilla_trm", "modeling_vanilla_trm", "sharing"},
     "ctranslate2_export": {"conversion", "generation"},
     "__init__": {
@@ -50,6 +51,7 @@ ALLOWED = {
         "decoding",
         "generation",
         "modeling_vanilla_trm",
+        "quantization",
         "sharing",
         "translation",
     },

@@ -56,7 +56,7 @@ from training.lines import as_line, read_lines
 from training.memory import peak_memory, reset_peak_memory
 from training.run_log import write_json
 from training.train_speed import in_own_process
-from training.translate import BATCH_TOKENS, load
+from training.translate import BATCH_TOKENS, QUANTIZED, load
 
 CTRANSLATE2_TYPES = ("float32", "int8")
 CTRANSLATE2_BATCH_TOKENS = (512, 1024, 2048, 4096)
@@ -150,8 +150,9 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
         "systems": measure(systems, task, tokenizer, rounds=options.rounds, one_by_one=options.latency_sentences),
         "check": [],
     }
-    if not ctranslate2_version():
-        print("CTranslate2 is not installed, and is left out.\n")
+    for name, is_there in (("CTranslate2", ctranslate2_version()), ("torchao", has_torchao())):
+        if not is_there:
+            print(f"{name} is not installed, and is left out.\n")
     print(speed_table(report["systems"]), flush=True)
     write_report(options.output_dir, report)
     if not options.check:
@@ -164,6 +165,11 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
     if depends:
         print("error: a translation depends on its batch in float64, where rounding is no reason", file=sys.stderr)
     return 1 if depends else 0
+
+
+def has_torchao() -> bool:
+    """Whether models of ours can be brought to int8."""
+    return importlib.util.find_spec("torchao") is not None
 
 
 def ctranslate2_version() -> dict[str, str]:
@@ -236,7 +242,7 @@ def systems_of(options: argparse.Namespace, vocabulary: Sequence[str]) -> dict[s
     """Return what is compared, by name."""
     beams, folder = options.beams, options.output_dir
     systems, rows = {}, tuple(options.marian_batch_sizes)
-    for precision in ("fp32", "bf16"):
+    for precision in ("fp32", "bf16", *(QUANTIZED if has_torchao() else ())):
         search = functools.partial(load_search, options.model, precision, beams)
         systems[f"ours, {precision}"] = System(search, (max(1, options.batch_tokens // beams),), "source tokens")
     for precision in ("fp32", "bf16"):

@@ -18,10 +18,17 @@ import torch
 import transformers
 from transformers import AutoModelForSeq2SeqLM
 
-from hf_vanilla_trm import BeamSearchOptions, search_by_length
+from hf_vanilla_trm import BeamSearchOptions, quantize, search_by_length
 
 LENGTH_PENALTY, MAX_LENGTH_B = 0.6, 50
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+PRECISIONS = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp64": torch.float64,
+    "int8_weights": torch.bfloat16,
+    "int8_dynamic": torch.float32,
+}
+"""Of what `quantize` does not bring to int8, where it is called."""
 
 Tokens = list[int]
 Decode = Callable[[Sequence[Tokens], int], list[Tokens]]
@@ -101,9 +108,14 @@ def padded(sources: Sequence[Tokens], pad: int) -> dict[str, torch.Tensor]:
 
 
 def load_model(folder: str, precision: str) -> Any:
-    """Return a model in evaluation mode with weights of a precision, a key of `PRECISIONS`."""
+    """Return a model in evaluation mode with weights of a precision, a key of `PRECISIONS`.
+
+    Raises:
+        ImportError: If it is int8 and torchao is not installed.
+    """
     transformers.utils.logging.disable_progress_bar()
-    return AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=PRECISIONS[precision]).eval()
+    model = AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=PRECISIONS[precision]).eval()
+    return quantize(model, precision) if precision.startswith("int8") else model
 
 
 def load_search(folder: str, precision: str, beams: int) -> Decode:

@@ -30,6 +30,7 @@ from hf_vanilla_trm import (
     BeamSearchOptions,
     DecodingOptions,
     SamplingOptions,
+    quantize,
     saved_options,
     translate_by_length,
     translate_stream,
@@ -44,6 +45,8 @@ from training.translation_output import FORMATS, OutputFile, StandardOutput, for
 from training.translator import Translator
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+QUANTIZED = {"int8_weights": torch.bfloat16, "int8_dynamic": torch.float32}
+"""Kinds of `quantize`, and the precision of all that is not int8 then."""
 
 
 def search_options(model: PreTrainedModel, *, num_beams: int | None = None, **others: Any) -> BeamSearchOptions:
@@ -143,7 +146,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "--batch_tokens", type=positive_integer, default=BATCH_TOKENS, help="source tokens times beams in a batch"
     )
     parser.add_argument("--device", type=torch.device, help="default: an accelerator if there is one")
-    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="precision of the weights (default: fp32)")
+    parser.add_argument(
+        "--dtype",
+        choices=(*DTYPES, *QUANTIZED),
+        default="fp32",
+        help="precision of the weights (default: fp32); int8 is for CPUs",
+    )
     options = parser.parse_args(arguments)
     if options.n_best > 1 and options.format not in ("nbest", "json"):
         parser.error(f"--n_best {options.n_best} needs --format nbest or json: {options.format} has one for each line")
@@ -191,7 +199,7 @@ def build_translator(options: argparse.Namespace, device: torch.device | None) -
         OSError: If one is not there.
         ValueError: If they do not fit together, or an option does not fit them.
     """
-    loaded = [load(folder, device, DTYPES[options.dtype]) for folder in options.model]
+    loaded = [load(folder, device, (DTYPES | QUANTIZED)[options.dtype]) for folder in options.model]
     (model, tokenizer), *others = loaded
     for folder, (other, its_tokenizer) in zip(options.model, loaded, strict=True):
         if not hasattr(other, "search"):
@@ -201,6 +209,10 @@ def build_translator(options: argparse.Namespace, device: torch.device | None) -
     if options.format == "json":
         model.set_attn_implementation("eager")  # the others do not tell their probabilities
     models = [model, *(other for other, _ in others)]
+    if options.dtype in QUANTIZED:
+        if model.device.type != "cpu":
+            raise ValueError(f"dtype ({options.dtype}) is for CPUs, and the device is {model.device}: see --device")
+        models = [quantize(one, options.dtype) for one in models]
     longest = min(one.config.max_position_embeddings for one in models)
     return Translator(
         models,
