@@ -39,6 +39,7 @@ ALLOWED = {
         "projections",
         "translation",
     },
+    "onnx_export": {"layers", "modeling_vanilla_trm"},
     "sharing": {"modeling_vanilla_trm"},
     "__init__": {
         "configuration_vanilla_trm",
