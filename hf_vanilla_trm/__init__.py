@@ -26,6 +26,7 @@ from .modeling_vanilla_trm import (
     VanillaTrmModel,
     VanillaTrmPreTrainedModel,
 )
+from .onnx_export import OnnxTranslator, export_onnx, export_programs
 from .quantization import quantize
 from .sharing import share_parameters, unshare_parameters
 from .translation import BATCH_TOKENS, WINDOW, Translation, search_by_length, translate_by_length, translate_stream
@@ -51,6 +52,7 @@ __all__ = [
     "BeamSearchOptions",
     "DecodingOptions",
     "Hypothesis",
+    "OnnxTranslator",
     "SamplingOptions",
     "Translation",
     "VanillaTrmConfig",
@@ -63,6 +65,8 @@ __all__ = [
     "VanillaTrmPreTrainedModel",
     "custom_generate",
     "export_ctranslate2",
+    "export_onnx",
+    "export_programs",
     "from_marian",
     "load_torch_weights",
     "quantize",

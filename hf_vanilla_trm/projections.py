@@ -43,6 +43,8 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 def suits_one_dnn(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     """Whether `linear` will use oneDNN: where it can, and in sizes where that pays."""
+    if torch.compiler.is_compiling():
+        return False  # before sizes are compared, which would bind the graph to one side of the bound
     least = LEAST_WORK["by columns" if weight.stride(0) == 1 else "by rows"]
     return inputs.numel() * weight.size(0) >= least and _one_dnn_can(inputs, weight, bias)
 

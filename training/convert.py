@@ -1,7 +1,8 @@
 """Bring a model in, or take it out: `python -m training.convert --model FOLDER --to FORMAT --output FOLDER`.
 
 A MarianMT of transformers, as the OPUS-MT models are, becomes ours with `--to vanilla_trm`, its tokenizer beside it.
-Ours becomes a MarianMT with `--to marian`, and either of them a folder for CTranslate2 with `--to ctranslate2`.
+Ours becomes a MarianMT with `--to marian`, and either of them a folder for CTranslate2 with `--to ctranslate2`. With
+`--to onnx` and `--to torch_export` ours becomes files for ONNX Runtime, or programs for torch alone.
 """
 
 import argparse
@@ -14,12 +15,20 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, MarianMTModel, PreTrainedTokenizerBase
 
-from hf_vanilla_trm import VanillaTrmForConditionalGeneration, export_ctranslate2, from_marian, to_marian
+from hf_vanilla_trm import (
+    VanillaTrmForConditionalGeneration,
+    export_ctranslate2,
+    export_onnx,
+    export_programs,
+    from_marian,
+    to_marian,
+)
 from training.checkpoint import save_model_folder, write_folder
 from training.tokenizer import check_vocabulary
 
 MODELS = {"vanilla_trm": VanillaTrmForConditionalGeneration, "marian": MarianMTModel}
-FORMATS = (*MODELS, "ctranslate2")
+PROGRAMS = {"onnx": export_onnx, "torch_export": export_programs}
+FORMATS = (*MODELS, "ctranslate2", *PROGRAMS)
 LENGTHS = (3, 9, 30)
 """Tokens of the sources with which a conversion is checked."""
 
@@ -79,6 +88,14 @@ def convert(model: Any, tokenizer: PreTrainedTokenizerBase, options: argparse.Na
 
         write_folder(options.output, write)
         return f"a folder for CTranslate2, its weights in {kind}"
+    if options.to in PROGRAMS:
+
+        def write_program(temporary: Path) -> None:
+            PROGRAMS[options.to](model, temporary)
+            tokenizer.save_pretrained(temporary)
+
+        write_folder(options.output, write_program)
+        return f"encoder and decoder for {options.to}, with the tokenizer"
     converted = from_marian(model) if options.to == "vanilla_trm" else to_marian(model)
     difference = largest_difference(model, converted)
     save_model_folder(options.output, converted, tokenizer)
@@ -94,6 +111,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         model = load_either(options.model)
         if model.config.model_type == options.to:
             raise ValueError(f"the model in {options.model} is a {options.to} already")
+        if model.config.model_type == "marian" and options.to in PROGRAMS:
+            raise ValueError(f"a MarianMT goes to {options.to} by way of ours: convert it --to vanilla_trm first")
         tokenizer = AutoTokenizer.from_pretrained(options.model)
         check_vocabulary(model, tokenizer)
         result = convert(model, tokenizer, options)
