@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hf_vanilla_trm import to_marian, vocabularies_of
+from hf_vanilla_trm import export_onnx, to_marian, vocabularies_of
 from tests.conftest import tiny_model
 from training import decode_speed, decoders
 from training.benchmark import main
@@ -72,6 +72,9 @@ def test_with_one_beam_all_translate_alike(folder, tokenizer, tmp_path, precisio
     sources = tokenizer(LINES)["input_ids"]
     theirs = load_generate(str(tmp_path), precision, 1)(sources, 5)
     assert load_generate(str(folder), precision, 1)(sources, 5) == theirs
+    if precision == "fp32":
+        export_onnx(model, tmp_path / "onnx")
+        assert decoders.load_onnx(tmp_path / "onnx")(sources, 5) == theirs
     ours = load_search(str(folder), precision, 1)(sources, 12)
     caps = [len(source) + 50 for source in sources]
     assert ours == [row[:cap] for row, cap in zip(theirs, caps, strict=True)]
@@ -120,7 +123,7 @@ def test_each_system_is_measured_at_its_fastest_batch_size(monkeypatch):
     calls = []
     decoder = scripted(monkeypatch)
     loaded = {"a": decoder("a", {1: 1.0, 2: 1.5, 6: 5.0}, calls), "b": decoder("b", {3: 4.0}, calls)}
-    systems = {"a": System(None, (1, 2, 6), "sentences"), "b": System(None, (3,), "sentences")}
+    systems = {"a": System(None, (1, 2, 6), "sentences", None), "b": System(None, (3,), "sentences", None)}
     task = decode_speed.Task(sources_of_lengths(3, 1, 4, 6, 2, 5), None, 4)
     trials, outputs = decode_speed.try_sizes(systems, loaded, task)
     assert trials == {"a": {1: 6.0, 2: 4.5, 6: 5.0}, "b": {3: 8.0}}
@@ -246,14 +249,17 @@ def test_a_model_that_marian_cannot_be_is_refused(tokenizer, source, tmp_path):
 
 @pytest.mark.slow
 def test_the_benchmark_measures_speed_latency_memory_and_translations(folder, source, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(decode_speed, "ctranslate2_version", dict)
+    monkeypatch.setattr(decode_speed, "is_installed", lambda *packages: packages == ("torchao",))
     flags = [f"--model={folder}", f"--source={source}", f"--reference={source}", f"--output_dir={tmp_path / 'out'}"]
     flags += ["--rounds=2", "--marian_batch_sizes", "2", "5", "--latency_sentences=2", "--batch_tokens=64"]
     assert main(["decode", *flags]) == 0
     report = json.loads((tmp_path / "out" / "decode.json").read_text())
     rows = {row["system"]: row for row in report["systems"]}
     marian = ["MarianMT, fp32", "MarianMT, bf16", "ours by generate, fp32"]
-    assert list(rows) == ["ours, fp32", "ours, bf16", *marian]
+    int8 = ["ours, int8_weights", "ours, int8_dynamic"]
+    assert list(rows) == ["ours, fp32", "ours, bf16", *int8, *marian]
+    sizes = [rows[name]["weights_bytes"] for name in ("ours, fp32", "ours, bf16", "MarianMT, fp32")]
+    assert sizes[1] < sizes[0] < sizes[2]  # MarianMT's layers share nothing
     for name, row in rows.items():
         assert row["sentences_per_second"] == pytest.approx(5 / (sum(row["seconds"]) / 2))
         own = row["ratios"][name]

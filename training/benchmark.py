@@ -4,9 +4,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from training import decode_speed, initialisation, sharing_speed, stream_memory, train_speed
+from training import conversion_check, decode_speed, initialisation, sharing_speed, stream_memory, train_speed
 
 BENCHMARKS = {
+    "conversion": conversion_check,
     "decode": decode_speed,
     "initialisation": initialisation,
     "sharing": sharing_speed,

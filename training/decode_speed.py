@@ -5,12 +5,12 @@ tokens more than the source (of others than `search`: than the longest source of
 a process of its own; what is compared is the ratio of each round. `generate` and CTranslate2 take the batch size that
 is their best in one trial each; CTranslate2 is measured with all threads on one batch and, as our search has it, with
 batches on several threads. Their length penalty of 0.6 is of their own kind, and so is the time at which they give up a
-search; whether the translations are as good, BLEU tells. Latency is measured with one sentence at a time, and peak
-memory in a further process for each.
+search; whether the translations are as good, BLEU tells. ONNX Runtime has the exported graphs, and decodes greedily.
+Latency is measured with one sentence at a time, and peak memory in a further process for each.
 
 It also counts how many translations of `search` depend on the batch that they were made in, in float32 and in float64.
 
-It writes decode.json and decode.png, and MarianMT's and CTranslate2's files beside them.
+It writes decode.json and decode.png, and the files of the other libraries beside them.
 """
 
 import argparse
@@ -35,7 +35,7 @@ import transformers
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from hf_vanilla_trm import export_ctranslate2, to_marian, vocabularies_of
+from hf_vanilla_trm import export_ctranslate2, export_onnx, to_marian, vocabularies_of
 from training.arguments import DataArguments, positive_integer
 from training.data import load_pairs
 from training.decoders import (
@@ -46,10 +46,13 @@ from training.decoders import (
     Tokens,
     batches_of_tokens,
     best_of_search,
+    file_bytes,
     load_ctranslate2,
     load_generate,
     load_model,
+    load_onnx,
     load_search,
+    weights_bytes,
 )
 from training.evaluation import spaced_rows
 from training.lines import as_line, read_lines
@@ -58,6 +61,7 @@ from training.run_log import write_json
 from training.train_speed import in_own_process
 from training.translate import BATCH_TOKENS, QUANTIZED, load
 
+ONNX = ("onnx", "onnxruntime", "onnxscript")
 CTRANSLATE2_TYPES = ("float32", "int8")
 CTRANSLATE2_BATCH_TOKENS = (512, 1024, 2048, 4096)
 """Source tokens, padding included, of the batches that are tried."""
@@ -143,15 +147,15 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
     report: dict[str, Any] = {
         "command": shlex.join(sys.orig_argv),
         "threads": torch.get_num_threads(),
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__, **ctranslate2_version()},
+        "versions": versions(),
         "sentences": len(task.sources),
         "source_tokens": sum(map(len, task.sources)),
         "beams": task.beams,
         "systems": measure(systems, task, tokenizer, rounds=options.rounds, one_by_one=options.latency_sentences),
         "check": [],
     }
-    for name, is_there in (("CTranslate2", ctranslate2_version()), ("torchao", has_torchao())):
-        if not is_there:
+    for name, packages in (("CTranslate2", ("ctranslate2",)), ("torchao", ("torchao",)), ("ONNX Runtime", ONNX)):
+        if not is_installed(*packages):
             print(f"{name} is not installed, and is left out.\n")
     print(speed_table(report["systems"]), flush=True)
     write_report(options.output_dir, report)
@@ -167,16 +171,15 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
     return 1 if depends else 0
 
 
-def has_torchao() -> bool:
-    """Whether models of ours can be brought to int8."""
-    return importlib.util.find_spec("torchao") is not None
+def is_installed(*packages: str) -> bool:
+    """Whether all of some packages can be imported."""
+    return all(importlib.util.find_spec(name) is not None for name in packages)
 
 
-def ctranslate2_version() -> dict[str, str]:
-    """Return the version of CTranslate2 by its name; nothing if it is not installed."""
-    if importlib.util.find_spec("ctranslate2") is None:
-        return {}
-    return {"ctranslate2": importlib.metadata.version("ctranslate2")}
+def versions() -> dict[str, str]:
+    """Return the versions of the libraries that are compared."""
+    names = [name for name in ("torch", "transformers", "ctranslate2", "torchao", "onnxruntime") if is_installed(name)]
+    return {name: importlib.metadata.version(name) for name in names}
 
 
 def read_sentences(
@@ -224,7 +227,7 @@ def read_file(path: Path) -> list[str]:
 
 
 def convert(model: Any, tokenizer: PreTrainedTokenizerBase, task: Task, folder: Path) -> None:
-    """Write MarianMT's files, and CTranslate2's where it is installed, below a folder; their positions suffice.
+    """Write MarianMT's files, and below a folder those for the libraries that are installed; their positions suffice.
 
     Raises:
         ValueError: As `to_marian`.
@@ -233,7 +236,9 @@ def convert(model: Any, tokenizer: PreTrainedTokenizerBase, task: Task, folder: 
     positions = max(model.config.max_position_embeddings, longest)
     marian = to_marian(model, max_position_embeddings=positions)
     marian.save_pretrained(folder / "marian")
-    if ctranslate2_version():
+    if is_installed(*ONNX):
+        export_onnx(model, folder / "onnx")
+    if is_installed("ctranslate2"):
         for kind in CTRANSLATE2_TYPES:
             export_ctranslate2(marian, tokenizer, folder / f"ctranslate2_{kind}", quantization=kind)
 
@@ -242,19 +247,31 @@ def systems_of(options: argparse.Namespace, vocabulary: Sequence[str]) -> dict[s
     """Return what is compared, by name."""
     beams, folder = options.beams, options.output_dir
     systems, rows = {}, tuple(options.marian_batch_sizes)
-    for precision in ("fp32", "bf16", *(QUANTIZED if has_torchao() else ())):
+    own_sizes = (max(1, options.batch_tokens // beams),)
+    for precision in ("fp32", "bf16", *(QUANTIZED if is_installed("torchao") else ())):
         search = functools.partial(load_search, options.model, precision, beams)
-        systems[f"ours, {precision}"] = System(search, (max(1, options.batch_tokens // beams),), "source tokens")
-    for precision in ("fp32", "bf16"):
-        generate = functools.partial(load_generate, str(folder / "marian"), precision, beams)
-        systems[f"MarianMT, {precision}"] = System(generate, rows, "sentences")
-    generate = functools.partial(load_generate, options.model, "fp32", beams)
-    systems["ours by generate, fp32"] = System(generate, rows, "sentences")
-    for kind in CTRANSLATE2_TYPES if ctranslate2_version() else ():
-        translate = functools.partial(load_ctranslate2, folder / f"ctranslate2_{kind}", kind, beams, vocabulary)
-        systems[f"CTranslate2, {kind}"] = System(translate, CTRANSLATE2_BATCH_TOKENS, "source tokens")
-        alone = functools.partial(translate, thread_a_batch=True)
-        systems[f"CTranslate2, {kind}, a thread a batch"] = System(alone, CTRANSLATE2_BATCH_TOKENS, "source tokens")
+        weights = functools.partial(weights_bytes, options.model, precision)
+        systems[f"ours, {precision}"] = System(search, own_sizes, "source tokens", weights)
+    for name, model, precision in (
+        ("MarianMT, fp32", str(folder / "marian"), "fp32"),
+        ("MarianMT, bf16", str(folder / "marian"), "bf16"),
+        ("ours by generate, fp32", options.model, "fp32"),
+    ):
+        generate = functools.partial(load_generate, model, precision, beams)
+        systems[name] = System(generate, rows, "sentences", functools.partial(weights_bytes, model, precision))
+    if is_installed(*ONNX):
+        weights = functools.partial(file_bytes, folder / "onnx", "*.onnx*")
+        load_session = functools.partial(load_onnx, folder / "onnx")
+        systems["ONNX Runtime, fp32, greedy"] = System(load_session, rows, "sentences", weights)
+    for kind in CTRANSLATE2_TYPES if is_installed("ctranslate2") else ():
+        converted = folder / f"ctranslate2_{kind}"
+        weights = functools.partial(file_bytes, converted, "model.bin")
+        for suffix, thread_a_batch in (("", False), (", a thread a batch", True)):
+            translate = functools.partial(
+                load_ctranslate2, converted, kind, beams, vocabulary, thread_a_batch=thread_a_batch
+            )
+            name = f"CTranslate2, {kind}{suffix}"
+            systems[name] = System(translate, CTRANSLATE2_BATCH_TOKENS, "source tokens", weights)
     return systems
 
 
@@ -289,6 +306,7 @@ def measure(
                 "sentences_per_second": len(task.sources) / statistics.median(seconds[name]),
                 "ratios": {other: ratio(seconds[name], seconds[other]) for other in systems},
                 "latency_ms": statistics.median(latencies[name]),
+                "weights_bytes": system.weights(),
                 "peak_memory_bytes": memory[0],
                 "memory_before_bytes": memory[1],
                 "identical_to_ours": same / len(task.sources),
@@ -448,7 +466,7 @@ def speed_table(rows: Sequence[Row]) -> str:
     """Return the rows in Markdown, with their ratios to those of `REFERENCES` that were measured."""
     references = [name for name in REFERENCES if any(row["system"] == name for row in rows)]
     columns = ["system", "batch", "sentences/s", *(f"times {name} (lowest, highest)" for name in references)]
-    columns += ["latency, ms", "peak memory, MB", "of it before the model", "BLEU", "as ours, fp32"]
+    columns += ["latency, ms", "weights, MB", "peak memory, MB", "of it before the model", "BLEU", "as ours, fp32"]
     lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     for row in rows:
         cells = [row["system"], f"{row['batch']['size']} {row['batch']['unit']}", f"{row['sentences_per_second']:,.1f}"]
@@ -456,7 +474,7 @@ def speed_table(rows: Sequence[Row]) -> str:
             against = row["ratios"][name]
             cells.append(f"{against['median']:.2f} ({against['lowest']:.2f}, {against['highest']:.2f})")
         cells.append(f"{row['latency_ms']:.1f}")
-        cells += [f"{row[f'{field}_bytes'] / 1e6:,.0f}" for field in ("peak_memory", "memory_before")]
+        cells += [f"{row[f'{field}_bytes'] / 1e6:,.0f}" for field in ("weights", "peak_memory", "memory_before")]
         cells += [f"{row['bleu']:.2f}" if "bleu" in row else "-", f"{row['identical_to_ours']:.1%}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -7,6 +7,8 @@ length penalty of all is 0.6, but of their own kind: of the paper's in `search`,
 batch, and CTranslate2 at 50 more than the longest of all.
 """
 
+import functools
+import io
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ import torch
 import transformers
 from transformers import AutoModelForSeq2SeqLM
 
-from hf_vanilla_trm import BeamSearchOptions, quantize, search_by_length
+from hf_vanilla_trm import BeamSearchOptions, OnnxTranslator, quantize, search_by_length
 
 LENGTH_PENALTY, MAX_LENGTH_B = 0.6, 50
 PRECISIONS = {
@@ -72,11 +74,13 @@ class System:
         load: Makes its `Decode`, also in another process.
         sizes: Of batches, to be tried.
         unit: What the sizes count: "sentences", or "source tokens", padding included.
+        weights: Returns the bytes of its weights when they are saved.
     """
 
     load: Callable[[], Decode]
     sizes: tuple[int, ...]
     unit: str
+    weights: Callable[[], int]
 
 
 def batches_of_tokens(sources: Sequence[Tokens], order: Sequence[int], tokens: int) -> list[list[int]]:
@@ -118,6 +122,18 @@ def load_model(folder: str, precision: str) -> Any:
     return quantize(model, precision) if precision.startswith("int8") else model
 
 
+def weights_bytes(folder: str, precision: str) -> int:
+    """Return the bytes of a model's weights when they are saved in a precision; what is shared or tied counts once."""
+    buffer = io.BytesIO()
+    torch.save(load_model(folder, precision).state_dict(), buffer)
+    return buffer.tell()
+
+
+def file_bytes(folder: Path, pattern: str) -> int:
+    """Return the bytes of all files of a folder that match a pattern."""
+    return sum(path.stat().st_size for path in folder.glob(pattern))
+
+
 def load_search(folder: str, precision: str, beams: int) -> Decode:
     """Return the search of our own model; a size is of source tokens, padding included."""
     model = load_model(folder, precision)
@@ -143,18 +159,40 @@ def load_generate(folder: str, precision: str, beams: int) -> Decode:
     pad, eos = model.config.pad_token_id, model.config.eos_token_id
     options = {"do_sample": False, "num_beams": beams, "length_penalty": LENGTH_PENALTY if beams > 1 else None}
 
-    def decode(sources: Sequence[Tokens], size: int) -> list[Tokens]:
-        order = sorted(range(len(sources)), key=lambda number: (-len(sources[number]), number))
-        found = {}
-        for start in range(0, len(order), size):
-            batch = order[start : start + size]
-            cap = len(sources[batch[0]]) + MAX_LENGTH_B
-            inputs = padded([sources[number] for number in batch], pad)
-            rows = model.generate(**inputs, **options, max_new_tokens=cap).tolist()
-            found |= {number: without_padding(row[1:], eos, pad) for number, row in zip(batch, rows, strict=True)}
-        return [found[number] for number in range(len(sources))]
+    def decode_batch(batch: Sequence[Tokens]) -> list[Tokens]:
+        cap = max(map(len, batch)) + MAX_LENGTH_B
+        rows = model.generate(**padded(batch, pad), **options, max_new_tokens=cap).tolist()
+        return [without_padding(row[1:], eos, pad) for row in rows]
 
-    return decode
+    return functools.partial(by_length, decode_batch)
+
+
+def by_length(
+    decode_batch: Callable[[Sequence[Tokens]], list[Tokens]], sources: Sequence[Tokens], size: int
+) -> list[Tokens]:
+    """Translate sentences in batches of so many, the longest first; return the translations in the sentences' order."""
+    order = sorted(range(len(sources)), key=lambda number: (-len(sources[number]), number))
+    found = {}
+    for start in range(0, len(order), size):
+        batch = order[start : start + size]
+        found |= dict(zip(batch, decode_batch([sources[number] for number in batch]), strict=True))
+    return [found[number] for number in range(len(sources))]
+
+
+def load_onnx(folder: Path) -> Decode:
+    """Return greedy decoding by ONNX Runtime; a size is of sentences.
+
+    Args:
+        folder: From `export_onnx`.
+    """
+    translator = OnnxTranslator(folder, threads=torch.get_num_threads())
+
+    def decode_batch(batch: Sequence[Tokens]) -> list[Tokens]:
+        inputs = padded(batch, 0)  # padding is not read
+        cap = max(map(len, batch)) + MAX_LENGTH_B
+        return translator.greedy(inputs["input_ids"], inputs["attention_mask"], max_length=cap)
+
+    return functools.partial(by_length, decode_batch)
 
 
 def without_padding(tokens: Tokens, eos: int, pad: int) -> Tokens:

@@ -1,0 +1,129 @@
+"""What a trained MarianMT translates, and what the same weights translate as ours, in CTranslate2 and back again.
+
+MarianMT and ours decode by transformers' `generate`, with the same options, so that their translations must be the same
+but for ties; CTranslate2 has a search of its own. It writes conversion.json, and the converted models beside it.
+"""
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import sacrebleu
+import torch
+import transformers
+from tqdm import tqdm
+from transformers import AutoTokenizer, MarianMTModel
+
+from hf_vanilla_trm import export_ctranslate2, from_marian, to_marian, vocabularies_of
+from training.arguments import positive_integer
+from training.convert import largest_difference
+from training.decoders import Tokens, load_ctranslate2, load_generate, load_search
+from training.lines import as_line, read_lines
+from training.run_log import write_json
+
+ORIGINAL = "MarianMT"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of this benchmark."""
+    parser.add_argument("--model", required=True, help="Folder of a trained MarianMT with its tokenizer.")
+    parser.add_argument("--source", type=Path, required=True, help="Sentences, one a line.")
+    parser.add_argument("--reference", type=Path, required=True, help="Their translations.")
+    parser.add_argument("--beams", type=positive_integer, default=4, help="(default: 4)")
+    parser.add_argument("--batch_size", type=positive_integer, default=32, help="Sentences of generate (default: 32).")
+    parser.add_argument("--output_dir", type=Path, default=Path("runs/benchmark/conversion"))
+
+
+def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
+    """Convert, translate, write conversion.json and print a table; return the exit code. There are no further flags.
+
+    Returns:
+        1 if the weights that came back are others, else 0.
+    """
+    del flags
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        sentences, references = (read_all(path) for path in (options.source, options.reference))
+        if len(sentences) != len(references):
+            raise ValueError(f"--reference has {len(references)} lines, and --source {len(sentences)}")
+        marian = MarianMTModel.from_pretrained(options.model).eval()
+        tokenizer = AutoTokenizer.from_pretrained(options.model)
+        report = {"command": shlex.join(sys.orig_argv), **convert(marian, tokenizer, options.output_dir)}
+    except (ImportError, OSError, ValueError) as error:
+        raise SystemExit(f"error: {error}") from error
+    sources = tokenizer(sentences, verbose=False)["input_ids"]
+    report["rows"] = compare(translations(options, sources, tokenizer, marian.config), tokenizer, references)
+    write_json(options.output_dir / "conversion.json", report)
+    print(f"largest difference of logits, ours from MarianMT's: {report['largest_difference']:.1e}")
+    print(f"parameters that came back as they were: {report['equal_parameters']} of {report['parameters']}\n")
+    print(table(report["rows"]))
+    return 0 if report["equal_parameters"] == report["parameters"] else 1
+
+
+def read_all(path: Path) -> list[str]:
+    """Return the lines of a file; see `read_lines`."""
+    with path.open("rb") as file:
+        return list(read_lines(file, str(path)))
+
+
+def convert(marian: MarianMTModel, tokenizer: Any, folder: Path) -> dict[str, Any]:
+    """Write ours, CTranslate2's and what came back below a folder; return how exact that was.
+
+    Raises:
+        ImportError: If CTranslate2 is not installed.
+        ValueError: As `from_marian`.
+    """
+    ours = from_marian(marian)
+    back = to_marian(ours)
+    ours.save_pretrained(folder / "ours")
+    back.save_pretrained(folder / "back")
+    export_ctranslate2(ours, tokenizer, folder / "ctranslate2")
+    returned, state = back.state_dict(), marian.state_dict()
+    return {
+        "largest_difference": largest_difference(marian, ours),
+        "parameters": len(state),
+        "equal_parameters": sum(name not in returned or torch.equal(returned[name], state[name]) for name in state),
+    }
+
+
+def translations(
+    options: argparse.Namespace, sources: Sequence[Tokens], tokenizer: Any, config: Any
+) -> dict[str, list[Tokens]]:
+    """Return what each form of the model translates the sources to, by name."""
+    folder, beams = options.output_dir, options.beams
+    loaders = {
+        ORIGINAL: (lambda: load_generate(options.model, "fp32", beams), options.batch_size),
+        "ours, by generate": (lambda: load_generate(str(folder / "ours"), "fp32", beams), options.batch_size),
+        "ours, by search": (lambda: load_search(str(folder / "ours"), "fp32", beams), 2048),
+        "ours, as CTranslate2": (
+            lambda: load_ctranslate2(folder / "ctranslate2", "float32", beams, vocabularies_of(tokenizer, config)[0]),
+            2048,
+        ),
+        "back to MarianMT": (lambda: load_generate(str(folder / "back"), "fp32", beams), options.batch_size),
+    }
+    found = {}
+    for name, (load, size) in tqdm(loaders.items(), desc="Translating", unit="form", leave=False):
+        found[name] = load()(sources, size)
+    return found
+
+
+def compare(found: dict[str, list[Tokens]], tokenizer: Any, references: Sequence[str]) -> list[dict[str, Any]]:
+    """Return a row for each form: BLEU, and how many translations are MarianMT's."""
+    rows, metric = [], sacrebleu.BLEU()
+    for name, outputs in found.items():
+        texts = [as_line(text) for text in tokenizer.batch_decode(outputs, skip_special_tokens=True)]
+        same = sum(own == other for own, other in zip(outputs, found[ORIGINAL], strict=True))
+        score = metric.corpus_score(texts, [references]).score
+        rows.append({"form": name, "bleu": score, "identical": same, "of": len(outputs)})
+        rows[-1]["bleu_signature"] = str(metric.get_signature())
+    return rows
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the rows in Markdown."""
+    lines = ["| form | BLEU | translations identical to MarianMT's |", "|---|---|---|"]
+    lines += [f"| {row['form']} | {row['bleu']:.2f} | {row['identical']:,} of {row['of']:,} |" for row in rows]
+    return "\n".join(lines)
