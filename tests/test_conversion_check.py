@@ -3,7 +3,9 @@
 import json
 
 import pytest
+import torch
 
+from hf_vanilla_trm import from_marian
 from tests.test_conversion import tiny_marian
 from training import conversion_check
 from training.benchmark import main
@@ -36,6 +38,22 @@ def test_all_forms_are_compared_with_the_original(marian, tmp_path, capsys):
         assert rows[name]["identical"] == rows[name]["of"] == 5
         assert rows[name]["bleu"] == rows["MarianMT"]["bleu"]
     assert "| ours, by search |" in capsys.readouterr().out
+
+
+def test_scores_are_log_probabilities_over_a_power_of_the_length():
+    model = from_marian(tiny_marian())
+    sources, some, others = [[3, 4, 0], [5, 0]], [[7, 8, 0], [9, 0]], [[7, 8, 0], [9, 6, 5, 0]]
+    scores = []
+    for tokens in (some[1], others[1]):
+        inputs = torch.tensor([[19, *tokens[:-1]]])
+        with torch.no_grad():
+            log_probs = model(torch.tensor([sources[1]]), decoder_input_ids=inputs).logits[0].log_softmax(-1)
+        total = sum(float(log_probs[place, token]) for place, token in enumerate(tokens))
+        scores.append(total / len(tokens) ** 0.6)
+    found = conversion_check.score_difference(model, sources, some, others)
+    assert found == pytest.approx(abs(scores[0] - scores[1]), abs=1e-5)
+    assert found > 0.01
+    assert conversion_check.score_difference(model, sources, some, some) == 0
 
 
 def test_identical_translations_are_counted_and_bleu_is_of_the_texts(marian):

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, MarianMTModel
 from hf_vanilla_trm import export_ctranslate2, from_marian, to_marian, vocabularies_of
 from training.arguments import positive_integer
 from training.convert import largest_difference
-from training.decoders import Tokens, load_ctranslate2, load_generate, load_search
+from training.decoders import LENGTH_PENALTY, Tokens, load_ctranslate2, load_generate, load_search
 from training.lines import as_line, read_lines
 from training.run_log import write_json
 
@@ -55,7 +55,12 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
     except (ImportError, OSError, ValueError) as error:
         raise SystemExit(f"error: {error}") from error
     sources = tokenizer(sentences, verbose=False)["input_ids"]
-    report["rows"] = compare(translations(options, sources, tokenizer, marian.config), tokenizer, references)
+    found = translations(options, sources, tokenizer, marian.config)
+    report["rows"] = compare(found, tokenizer, references)
+    for row in report["rows"]:
+        row["largest_score_difference"] = score_difference(
+            from_marian(marian), sources, found[ORIGINAL], found[row["form"]]
+        )
     write_json(options.output_dir / "conversion.json", report)
     print(f"largest difference of logits, ours from MarianMT's: {report['largest_difference']:.1e}")
     print(f"parameters that came back as they were: {report['equal_parameters']} of {report['parameters']}\n")
@@ -122,8 +127,26 @@ def compare(found: dict[str, list[Tokens]], tokenizer: Any, references: Sequence
     return rows
 
 
+def score_difference(model: Any, sources: Sequence[Tokens], some: Sequence[Tokens], others: Sequence[Tokens]) -> float:
+    """Return how much the scores of translations that differ from their counterparts differ from theirs, at most.
+
+    A score is the log-probability of the translation over its length to the power of `LENGTH_PENALTY`, as `generate`
+    has it; translations with the same score are ties.
+    """
+    largest = 0.0
+    for source, *pair in zip(sources, some, others, strict=True):
+        if pair[0] != pair[1]:
+            log_probs = [model.token_log_probs(torch.tensor([source]), torch.tensor([tokens])) for tokens in pair]
+            scores = [float(one.sum()) / one.size(1) ** LENGTH_PENALTY for one in log_probs]
+            largest = max(largest, abs(scores[0] - scores[1]))
+    return largest
+
+
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the rows in Markdown."""
-    lines = ["| form | BLEU | translations identical to MarianMT's |", "|---|---|---|"]
-    lines += [f"| {row['form']} | {row['bleu']:.2f} | {row['identical']:,} of {row['of']:,} |" for row in rows]
+    lines = ["| form | BLEU | translations identical to MarianMT's | largest difference of the others' scores |"]
+    lines.append("|---|---|---|---|")
+    for row in rows:
+        identical = f"{row['identical']:,} of {row['of']:,}"
+        lines.append(f"| {row['form']} | {row['bleu']:.2f} | {identical} | {row['largest_score_difference']:.1e} |")
     return "\n".join(lines)
