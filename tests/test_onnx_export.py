@@ -1,6 +1,7 @@
 """ONNX files and programs of torch.export: what they decode is what `generate` decodes, where the package is not."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from hf_vanilla_trm import VanillaTrmEncoderModel
-from hf_vanilla_trm.onnx_export import OnnxTranslator, export_onnx, export_programs
+from hf_vanilla_trm.onnx_export import OnnxTranslator, encodings, export_onnx, export_programs
 from tests.conftest import tiny_config, tiny_model
 from tests.memorised import memorised, one_source, three_sources, without_labels
 
@@ -278,7 +279,28 @@ def test_what_cannot_be_exported_is_refused(export, model, message, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
+def test_an_opset_can_be_chosen(tmp_path):
+    import onnx
+
+    model = tiny_model(encoder_layers=1, decoder_layers=1)
+    export_onnx(model, tmp_path, opset=21)
+    for name in ("encoder", "decoder"):
+        assert [used.version for used in onnx.load(tmp_path / f"{name}.onnx").opset_import if not used.domain] == [21]
+    assert_onnx_equals(OnnxTranslator(tmp_path, threads=1), model, three_sources())
+
+
 def test_an_opset_that_pytorch_does_not_write_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"opset \(13\) must be at least 18"):
         export_onnx(tiny_model(), tmp_path / "new", opset=13)
     assert not (tmp_path / "new").exists()
+
+
+def test_positions_are_those_of_the_paper_at_any_distance():
+    """PE(pos, 2i) = sin(pos / 10000^(2i / d_model)), PE(pos, 2i + 1) = cos of the same, in the arithmetic of Python."""
+    positions = [0, 1, 40, 12345]
+    expected = [
+        [(math.sin, math.cos)[place % 2](position / 10000 ** ((place - place % 2) / 6)) for place in range(6)]
+        for position in positions
+    ]
+    torch.testing.assert_close(encodings(torch.tensor(positions), 6), torch.tensor(expected), rtol=0, atol=1e-6)

@@ -25,7 +25,14 @@ from training.tokenizer import train_tokenizer
 
 PACKAGE = Path(hf_vanilla_trm.__file__).parent
 # All that a model is; to convert it, one has the package.
-CODE = {path.name for path in PACKAGE.glob("*.py")} - {"__init__.py", "sharing.py"}
+CODE = {path.name for path in PACKAGE.glob("*.py")} - {
+    "__init__.py",
+    "conversion.py",
+    "ctranslate2_export.py",
+    "onnx_export.py",
+    "quantization.py",
+    "sharing.py",
+}
 HARD_TEXTS = [
     "Grüße, Ärger  und Öl .",
     "x != y . Was ?",
