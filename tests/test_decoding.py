@@ -683,3 +683,24 @@ def test_only_what_fills_a_gap_moves_when_sources_leave():
     assert [place for place, origin in enumerate(remaining) if place == origin] == [0, 2]
     assert without(np.array([True, True])).tolist() == []
     assert without(np.array([False, False])).tolist() == [0, 1]
+
+
+def test_forbidden_tokens_are_neither_found_nor_drawn_and_keep_their_probability(batch):
+    """Three tokens are allowed; the log-probabilities of what is found are still those among all twenty."""
+    model = tiny_model(seed=3, decoder_start_token_id=START)
+    given = {"forbidden_tokens": tuple(set(range(20)) - {EOS, 7, 9}), "num_hypotheses": 2, "max_length_b": 2}
+    sources = batch["input_ids"], batch["attention_mask"]
+    for found in (model.search(*sources, **given), model.sample(*sources, **given)):
+        for row, hypotheses in enumerate(found):
+            source = batch["input_ids"][row : row + 1, : int(batch["attention_mask"][row].sum())]
+            for one in hypotheses:
+                assert set(one.tokens) <= {EOS, 7, 9}
+                expected = model.token_log_probs(source, torch.tensor([one.tokens]))[0].tolist()
+                assert one.token_log_probs == pytest.approx(expected, abs=1e-5)
+
+
+def test_forbidden_tokens_must_be_tokens(batch):
+    with pytest.raises(ValueError, match=r"forbidden_tokens \(\(3, -1\)\) must not hold a negative number"):
+        BeamSearchOptions(forbidden_tokens=(3, -1))
+    with pytest.raises(ValueError, match="a forbidden token is 20, of a vocabulary of 20"):
+        tiny_model(decoder_start_token_id=START).search(batch["input_ids"], forbidden_tokens=(20,))
