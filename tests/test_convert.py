@@ -8,7 +8,7 @@ import sentencepiece
 import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, MarianMTModel, MarianTokenizer
 
-from hf_vanilla_trm import saved_options
+from hf_vanilla_trm import OnnxTranslator, saved_options
 from tests.conftest import tiny_model
 from tests.test_conversion import tiny_marian
 from training.convert import main
@@ -132,6 +132,27 @@ def test_our_own_goes_out_with_a_fast_tokenizer(tmp_path, capsys):
     models = [AutoModelForSeq2SeqLM.from_pretrained(tmp_path / name).eval() for name in ("ours", "marian")]
     rows = [model.generate(**batch, num_beams=2, max_new_tokens=7).tolist() for model in models]
     assert rows[0] == rows[1]
+
+
+def test_our_own_goes_out_to_onnx_and_torch_export_and_a_marian_only_by_way_of_ours(tmp_path, capsys):
+    tokenizer = train_tokenizer(GERMAN * 3, vocab_size=300)
+    model = tiny_model(vocab_size=len(tokenizer))
+    model.save_pretrained(tmp_path / "ours")
+    tokenizer.save_pretrained(tmp_path / "ours")
+    for name, suffix in (("onnx", "onnx"), ("torch_export", "pt2")):
+        assert main(["--model", str(tmp_path / "ours"), "--to", name, "--output", str(tmp_path / name)]) == 0
+        assert {f"encoder.{suffix}", f"decoder.{suffix}"} <= {path.name for path in (tmp_path / name).iterdir()}
+        assert AutoTokenizer.from_pretrained(tmp_path / name)(GERMAN)["input_ids"] == tokenizer(GERMAN)["input_ids"]
+    batch = tokenizer(GERMAN, return_tensors="pt", padding=True)
+    generated = model.generate(**batch, num_beams=1, do_sample=False, max_new_tokens=7).tolist()
+    found = OnnxTranslator(tmp_path / "onnx").greedy(**batch, max_length=7)
+    assert found == [row[1 : len(tokens) + 1] for row, tokens in zip(generated, found, strict=True)]
+
+    assert main(["--model", str(tmp_path / "ours"), "--to", "marian", "--output", str(tmp_path / "marian")]) == 0
+    capsys.readouterr()
+    assert main(["--model", str(tmp_path / "marian"), "--to", "onnx", "--output", str(tmp_path / "new")]) == 1
+    assert "a MarianMT goes to onnx by way of ours" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from hf_vanilla_trm import (
     BeamSearchOptions,
     SamplingOptions,
     Translation,
+    quantize,
     search_by_length,
     translate_by_length,
     translate_stream,
@@ -30,7 +31,7 @@ from training import translate as command
 from training.lines import as_line, read_lines
 from training.long_sentences import join_translations, split_text
 from training.tokenizer import train_tokenizer
-from training.translate import main, search_options, translate_all
+from training.translate import load, main, search_options, translate_all
 
 LINES = ["Buch", "Zwei Kinder spielen im Park .", "Eine Frau liest", "die Wiese", "Hund und Kinder im Buch ; Park"]
 SHORT = ["--max_length_b", "3", "--device", "cpu"]
@@ -561,6 +562,13 @@ def test_a_reader_that_closes_the_pipe_early_is_no_error(folder):
     assert process.wait() == 0, errors
     assert "Traceback" not in errors
     assert "BrokenPipe" not in errors
+
+
+@pytest.mark.parametrize(("flag", "dtype"), [("int8_weights", torch.bfloat16), ("int8_dynamic", torch.float32)])
+def test_a_model_in_int8_translates_as_the_one_that_the_package_quantises(folder, tmp_path, flag, dtype):
+    model, tokenizer = load(str(folder), "cpu", dtype)
+    expected = quantize(model, flag).translate(LINES, tokenizer, max_length_b=3)
+    assert translated(folder, tmp_path, "--dtype", flag) == [as_line(line) for line in expected]
 
 
 @pytest.fixture
