@@ -27,12 +27,13 @@ def in_threads(function: Callable[[Item], Result], items: Sequence[Item], worker
         function: Computes on the CPU. It is called in a thread that knows nothing of this one's contexts, like
             `torch.no_grad()`.
         items: What it is called with.
-        workers: Threads; 1 stays in this one.
+        workers: Threads, of which there are no more than items; 1 stays in this one.
 
     Yields:
         The results, in order.
     """
-    if workers == 1:
+    workers = min(workers, len(items))
+    if workers < 2:
         yield from map(function, items)
         return
     threads = torch.get_num_threads()
@@ -44,8 +45,12 @@ def in_threads(function: Callable[[Item], Result], items: Sequence[Item], worker
 
     executor = ThreadPoolExecutor(workers, thread_name_prefix="search", initializer=begin)
     try:
-        yield from executor.map(function, items)
+        try:
+            results = executor.map(function, items)  # starts a thread for each of the first items
+        except BaseException:
+            together.abort()  # not all threads could be started, and the others wait for them
+            raise
+        yield from results
     finally:
-        together.abort()  # where not all threads could be started, the others still wait
         executor.shutdown(cancel_futures=True)
         torch.set_num_threads(threads)  # also for threads to come

@@ -80,6 +80,22 @@ def test_closing_leaves_what_has_not_begun(four_threads):
     assert torch.get_num_threads() == 4
 
 
+@pytest.mark.parametrize("number", [1, 3, 5])
+def test_threads_that_have_little_to_do_end(four_threads, number):
+    """The last of them may not have begun when the first have done everything, and there may be more than items."""
+    results = []
+
+    def many_times():
+        for _ in range(300):
+            results.append(list(in_threads(lambda item: item, range(number), 5)))
+
+    thread = threading.Thread(target=many_times, daemon=True)
+    thread.start()
+    thread.join(timeout=120)
+    assert not thread.is_alive()
+    assert results == [list(range(number))] * 300
+
+
 def test_a_thread_that_cannot_be_started_is_an_error_and_no_hang(four_threads, monkeypatch):
     start, started = threading.Thread.start, []
 
