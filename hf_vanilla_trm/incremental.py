@@ -19,11 +19,11 @@ FURTHER_STEPS = 8
 Map = Callable[[Tensor], Tensor]
 
 
-def joined(linears: Sequence[nn.Module], scale: float = 1.0, *, pack: bool = True, relu: bool = False) -> Map:
+def joined(*linears: Any, scale: float = 1.0, pack: bool = True, relu: bool = False) -> Map:
     """Several linear maps of the same input as one, their outputs side by side; the first output is scaled.
 
     Args:
-        linears: Modules that take `(..., d_in)` to `(..., d_out)`, all with a bias or none.
+        *linears: Modules that take `(..., d_in)` to `(..., d_out)`, all with a bias or none.
         scale: A factor of the first one's output.
         pack: Whether the map will be applied so often that its weight is worth storing anew.
         relu: Whether ReLU follows.
@@ -104,7 +104,7 @@ class IncrementalDecoder:
         assert encoder_hidden_states is not None
         self.d_k = model.config.d_model // model.config.num_attention_heads
         self._prepare_depths()
-        self.output = joined([model.lm_head])
+        self.output = joined(model.lm_head)
         self._attend_to(encoder_hidden_states, attention_mask)
         self.length = self.slots = 0
         self.lowest = lowest_of(self.cross)
@@ -117,21 +117,27 @@ class IncrementalDecoder:
 
     def _prepare_depths(self) -> None:
         scale = self.d_k**-0.5
+        maps: dict[tuple[int, ...], Map] = {}
+
+        def once(make: Callable[..., Map], *modules: Any, **settings: Any) -> Map:
+            """What `make` makes of modules; depths that share them share it too."""
+            key = tuple(map(id, modules))
+            if key not in maps:
+                maps[key] = make(*modules, **settings)
+            return maps[key]
+
         self.depths: list[DecoderDepth] = []
-        self.cross_attentions: list[Any] = []
-        for depth in range(self.decoder.num_layers):
+        self.cross_attentions, places = distinct_cross_attentions(self.decoder)
+        for depth, place in enumerate(places):
             parts = self.decoder.sublayers_at(depth)
             own, cross = parts["self_attn"], parts["cross_attn"]
-            if not any(cross is known for known in self.cross_attentions):
-                self.cross_attentions.append(cross)
-            place = next(number for number, known in enumerate(self.cross_attentions) if known is cross)
             self.depths.append(
                 DecoderDepth(
-                    self_projection=joined([own.q_proj, own.k_proj, own.v_proj], scale),
-                    self_output=joined([own.out_proj]),
-                    cross_query=joined([cross.q_proj], scale),
-                    cross_output=joined([cross.out_proj]),
-                    feed_forward=feed_forward(parts["feed_forward"]),
+                    self_projection=once(joined, own.q_proj, own.k_proj, own.v_proj, scale=scale),
+                    self_output=once(joined, own.out_proj),
+                    cross_query=once(joined, cross.q_proj, scale=scale),
+                    cross_output=once(joined, cross.out_proj),
+                    feed_forward=once(feed_forward, parts["feed_forward"]),
                     parts=parts,
                     cross=place,
                 )
@@ -141,7 +147,7 @@ class IncrementalDecoder:
         """Compute the keys and values of every distinct cross-attention, once."""
         linears = [linear for cross in self.cross_attentions for linear in (cross.k_proj, cross.v_proj)]
         batch, length, _ = encoder_hidden_states.shape
-        projected = joined(linears, pack=False)(encoder_hidden_states)
+        projected = joined(*linears, pack=False)(encoder_hidden_states)
         heads = projected.view(batch, length, len(linears), -1, self.d_k).permute(2, 0, 3, 1, 4)
         if heads.device.type == "cpu":
             heads = heads.to(torch.promote_types(heads.dtype, torch.float32))
@@ -228,6 +234,18 @@ class IncrementalDecoder:
         self.cross_mask = None if self.cross_mask is None else self.cross_mask[:number]
 
 
+def distinct_cross_attentions(decoder: Any) -> tuple[list[Any], list[int]]:
+    """The cross-attentions of a decoder, each once, and which of them every depth uses."""
+    distinct: list[Any] = []
+    places = []
+    for depth in range(decoder.num_layers):
+        cross = decoder.sublayers_at(depth)["cross_attn"]
+        if not any(cross is known for known in distinct):
+            distinct.append(cross)
+        places.append(next(place for place, known in enumerate(distinct) if known is cross))
+    return distinct, places
+
+
 def lowest_of(tensor: Tensor) -> float:
     """What a mask adds to a score that must not count; still a number in bfloat16, to which autocast takes float32."""
     return torch.finfo(tensor.dtype).min / 2
@@ -245,9 +263,9 @@ def feed_forward(network: Any) -> Map:
         return cast(Map, network)
     activation = network.activation
     if activation is nn.functional.relu or type(activation) is nn.ReLU:
-        first, second = joined([network.fc1], relu=True), joined([network.fc2])
+        first, second = joined(network.fc1, relu=True), joined(network.fc2)
         return lambda inputs: second(first(inputs))
-    first, second = joined([network.fc1]), joined([network.fc2])
+    first, second = joined(network.fc1), joined(network.fc2)
     return lambda inputs: second(activation(first(inputs)))
 
 

@@ -35,6 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
+from .incremental import distinct_cross_attentions
 from .modeling_vanilla_trm import VanillaTrmForConditionalGeneration
 
 LEAST_OPSET = 18
@@ -182,18 +183,6 @@ def graphs_of(model: VanillaTrmForConditionalGeneration) -> tuple[Graph, Graph]:
         Graph("encoder", encoder, source_inputs, ["encoder_hidden_states", "cross"], source_shapes),
         Graph("decoder", decoder, target_inputs, ["logits", "present"], target_shapes),
     )
-
-
-def distinct_cross_attentions(decoder: Any) -> tuple[list[Any], list[int]]:
-    """The cross-attentions of a decoder, each once, and which of them every depth uses."""
-    distinct: list[Any] = []
-    places = []
-    for depth in range(decoder.num_layers):
-        cross = decoder.sublayers_at(depth)["cross_attn"]
-        if not any(cross is known for known in distinct):
-            distinct.append(cross)
-        places.append(next(place for place, known in enumerate(distinct) if known is cross))
-    return distinct, places
 
 
 def encodings(positions: Tensor, d_model: int) -> Tensor:

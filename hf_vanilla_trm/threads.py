@@ -15,7 +15,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 MOST_WORKERS = 4
-"""Python's lock lets one thread at a time say what is to be computed, which takes a tenth of the time or less."""
+"""More would wait for Python's lock, with which one thread at a time says what is to be computed."""
 
 
 def in_threads(function: Callable[[Item], Result], items: Sequence[Item], workers: int) -> Iterator[Result]:

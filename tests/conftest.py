@@ -17,6 +17,16 @@ from hf_vanilla_trm import VanillaTrmConfig, VanillaTrmForConditionalGeneration
 
 torch.set_num_threads(1)
 
+# Files of the package that do not travel with a saved model: to convert or export it, one has the package.
+STAYS_BEHIND = {
+    "__init__.py",
+    "conversion.py",
+    "ctranslate2_export.py",
+    "onnx_export.py",
+    "quantization.py",
+    "sharing.py",
+}
+
 
 def tiny_config(**changes):
     """2+2 layers and sizes that all differ; no dropout."""
@@ -66,6 +76,13 @@ def refuse_deprecations():
     logger.addHandler(handler)
     yield
     logger.removeHandler(handler)
+
+
+@pytest.fixture
+def four_threads():
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(1)
 
 
 @pytest.fixture

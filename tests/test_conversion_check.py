@@ -9,6 +9,7 @@ from hf_vanilla_trm import from_marian
 from tests.test_conversion import tiny_marian
 from training import conversion_check
 from training.benchmark import main
+from training.decode_speed import Task
 from training.tokenizer import train_tokenizer
 
 LINES = ["Buch", "Zwei Kinder spielen im Park .", "Eine Frau liest", "die Wiese", "Hund und Kinder im Buch ; Park"]
@@ -59,7 +60,8 @@ def test_scores_are_log_probabilities_over_a_power_of_the_length():
 def test_identical_translations_are_counted_and_bleu_is_of_the_texts(marian):
     tokenizer = train_tokenizer(LINES * 3, vocab_size=300)
     own = tokenizer(LINES)["input_ids"]
-    rows = conversion_check.compare({"MarianMT": own, "other": [*own[:3], *own[:2]]}, tokenizer, LINES)
+    task = Task(own, LINES, 4)
+    rows = conversion_check.compare({"MarianMT": own, "other": [*own[:3], *own[:2]]}, task, tokenizer)
     assert [(row["identical"], row["of"]) for row in rows] == [(5, 5), (3, 5)]
     assert rows[0]["bleu"] == pytest.approx(100)
     assert rows[1]["bleu"] < 90

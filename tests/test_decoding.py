@@ -14,6 +14,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from hf_vanilla_trm import incremental
 from hf_vanilla_trm.decoding import (
     BeamSearchOptions,
     Hypothesis,
@@ -599,6 +600,31 @@ def test_packed_weights_give_the_same_beams(batch, beams, activation_function, m
         assert [one.tokens for one in packed] == [one.tokens for one in plain]
         for one, other in zip(packed, plain, strict=True):
             assert one.score == pytest.approx(other.score, abs=1e-5)
+
+
+@pytest.mark.parametrize(("sharing", "number"), [("none", 19), ("attention", 11), ("ffn", 15), ("all", 7)])
+def test_what_depths_share_is_packed_once(batch, sharing, number, monkeypatch):
+    """By hand, for three depths: four maps of attention and two of the feed-forward network each, and the output."""
+    packed = []
+
+    class Plain:
+        """A packed map on any CPU."""
+
+        def __init__(self, weight, bias, *, relu=False):
+            packed.append(weight)
+            self.factors, self.after = (weight, bias), torch.relu if relu else torch.clone
+
+        def __call__(self, inputs):
+            return self.after(torch.nn.functional.linear(inputs, *self.factors))
+
+        @staticmethod
+        def suits(weight, bias):
+            return True
+
+    monkeypatch.setattr(incremental, "PackedLinear", Plain)
+    model = tiny_model(seed=3, decoder_start_token_id=START, decoder_layers=3, parameter_sharing=sharing)
+    model.search(batch["input_ids"], batch["attention_mask"], max_length_b=2)
+    assert len(packed) == number
 
 
 class WithoutCache:

@@ -40,7 +40,7 @@ ALLOWED = {
         "projections",
         "translation",
     },
-    "onnx_export": {"modeling_vanilla_trm"},
+    "onnx_export": {"incremental", "modeling_vanilla_trm"},
     "sharing": {"modeling_vanilla_trm"},
     "quantization": set(),
     "conversion": {"configuration_vanilla_trm", "modeling_vanilla_trm", "sharing"},

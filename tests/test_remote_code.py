@@ -20,19 +20,11 @@ from hf_vanilla_trm import (
     configuration_vanilla_trm,
 )
 from hf_vanilla_trm.layers import sinusoids
-from tests.conftest import tiny_config, tiny_model
+from tests.conftest import STAYS_BEHIND, tiny_config, tiny_model
 from training.tokenizer import train_tokenizer
 
 PACKAGE = Path(hf_vanilla_trm.__file__).parent
-# All that a model is; to convert it, one has the package.
-CODE = {path.name for path in PACKAGE.glob("*.py")} - {
-    "__init__.py",
-    "conversion.py",
-    "ctranslate2_export.py",
-    "onnx_export.py",
-    "quantization.py",
-    "sharing.py",
-}
+CODE = {path.name for path in PACKAGE.glob("*.py")} - STAYS_BEHIND
 HARD_TEXTS = [
     "Grüße, Ärger  und Öl .",
     "x != y . Was ?",

@@ -9,14 +9,6 @@ import torch
 from hf_vanilla_trm.threads import in_threads
 
 
-@pytest.fixture
-def four_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(4)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_results_come_in_the_order_of_the_items(workers):
     def slower_first(number):

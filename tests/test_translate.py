@@ -571,14 +571,6 @@ def test_a_model_in_int8_translates_as_the_one_that_the_package_quantises(folder
     assert translated(folder, tmp_path, "--dtype", flag) == [as_line(line) for line in expected]
 
 
-@pytest.fixture
-def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 def threads_of(monkeypatch):
     """The threads in which a search was made."""
     idents, search = [], translation.search
@@ -591,7 +583,8 @@ def threads_of(monkeypatch):
     return idents
 
 
-def test_batches_on_several_threads_give_what_one_gives(model, tokenizer, two_threads, monkeypatch):
+def test_batches_on_several_threads_give_what_one_gives(model, tokenizer, four_threads, monkeypatch):
+    torch.set_num_threads(2)
     idents, waiting = threads_of(monkeypatch), threading.Barrier(2, timeout=60)
     sources = dict(enumerate(tokenizer([" ".join(["Buch", "Frau"] * count) for count in range(1, 9)])["input_ids"]))
     alone = {place: model.double().search(torch.tensor([source]))[0] for place, source in sources.items()}
@@ -609,7 +602,7 @@ def test_batches_on_several_threads_give_what_one_gives(model, tokenizer, two_th
 
 
 @pytest.mark.parametrize("why", ["one batch", "samples", "autocast", "one thread"])
-def test_one_thread_searches_where_others_would_know_or_do_less(model, tokenizer, two_threads, monkeypatch, why):
+def test_one_thread_searches_where_others_would_know_or_do_less(model, tokenizer, four_threads, monkeypatch, why):
     """A generator draws in one order, and contexts like autocast are of the thread that has entered them."""
     idents = threads_of(monkeypatch)
     sources = dict(enumerate(tokenizer(LINES)["input_ids"]))

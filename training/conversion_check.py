@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import sacrebleu
 import torch
 import transformers
 from tqdm import tqdm
@@ -20,8 +19,8 @@ from transformers import AutoTokenizer, MarianMTModel
 from hf_vanilla_trm import export_ctranslate2, from_marian, to_marian, vocabularies_of
 from training.arguments import positive_integer
 from training.convert import largest_difference
+from training.decode_speed import Task, bleu, read_sentences
 from training.decoders import LENGTH_PENALTY, Tokens, load_ctranslate2, load_generate, load_search
-from training.lines import as_line, read_lines
 from training.run_log import write_json
 
 ORIGINAL = "MarianMT"
@@ -46,32 +45,22 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
     del flags
     transformers.utils.logging.disable_progress_bar()
     try:
-        sentences, references = (read_all(path) for path in (options.source, options.reference))
-        if len(sentences) != len(references):
-            raise ValueError(f"--reference has {len(references)} lines, and --source {len(sentences)}")
+        sentences, references = read_sentences(options.source, options.reference, None)
         marian = MarianMTModel.from_pretrained(options.model).eval()
         tokenizer = AutoTokenizer.from_pretrained(options.model)
         report = {"command": shlex.join(sys.orig_argv), **convert(marian, tokenizer, options.output_dir)}
     except (ImportError, OSError, ValueError) as error:
         raise SystemExit(f"error: {error}") from error
-    sources = tokenizer(sentences, verbose=False)["input_ids"]
-    found = translations(options, sources, tokenizer, marian.config)
-    report["rows"] = compare(found, tokenizer, references)
+    task = Task(tokenizer(sentences, verbose=False)["input_ids"], references, options.beams)
+    found = translations(options, task.sources, tokenizer, marian.config)
+    report["rows"], ours = compare(found, task, tokenizer), from_marian(marian)
     for row in report["rows"]:
-        row["largest_score_difference"] = score_difference(
-            from_marian(marian), sources, found[ORIGINAL], found[row["form"]]
-        )
+        row["largest_score_difference"] = score_difference(ours, task.sources, found[ORIGINAL], found[row["form"]])
     write_json(options.output_dir / "conversion.json", report)
     print(f"largest difference of logits, ours from MarianMT's: {report['largest_difference']:.1e}")
     print(f"parameters that came back as they were: {report['equal_parameters']} of {report['parameters']}\n")
     print(table(report["rows"]))
     return 0 if report["equal_parameters"] == report["parameters"] else 1
-
-
-def read_all(path: Path) -> list[str]:
-    """Return the lines of a file; see `read_lines`."""
-    with path.open("rb") as file:
-        return list(read_lines(file, str(path)))
 
 
 def convert(marian: MarianMTModel, tokenizer: Any, folder: Path) -> dict[str, Any]:
@@ -115,15 +104,12 @@ def translations(
     return found
 
 
-def compare(found: dict[str, list[Tokens]], tokenizer: Any, references: Sequence[str]) -> list[dict[str, Any]]:
+def compare(found: dict[str, list[Tokens]], task: Task, tokenizer: Any) -> list[dict[str, Any]]:
     """Return a row for each form: BLEU, and how many translations are MarianMT's."""
-    rows, metric = [], sacrebleu.BLEU()
+    rows = []
     for name, outputs in found.items():
-        texts = [as_line(text) for text in tokenizer.batch_decode(outputs, skip_special_tokens=True)]
         same = sum(own == other for own, other in zip(outputs, found[ORIGINAL], strict=True))
-        score = metric.corpus_score(texts, [references]).score
-        rows.append({"form": name, "bleu": score, "identical": same, "of": len(outputs)})
-        rows[-1]["bleu_signature"] = str(metric.get_signature())
+        rows.append({"form": name, "identical": same, "of": len(outputs), **bleu(outputs, task, tokenizer)})
     return rows
 
 

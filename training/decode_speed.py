@@ -2,8 +2,8 @@
 
 All translate the same sentences, tokenised beforehand, longest first, with the same number of beams and at most 50
 tokens more than the source (of others than `search`: than the longest source of the batch). They do it in turn, each in
-a process of its own; what is compared is the ratio of each round. `generate` and CTranslate2 take the batch size that
-is their best in one trial each; CTranslate2 is measured with all threads on one batch and, as our search has it, with
+a process of its own; what is compared is the ratio of each round. All but ours take the batch size that is their best
+in one trial each; CTranslate2 is measured with all threads on one batch and, as our search has it, with
 batches on several threads. Their length penalty of 0.6 is of their own kind, and so is the time at which they give up a
 search; whether the translations are as good, BLEU tells. ONNX Runtime has the exported graphs, and decodes greedily.
 Latency is measured with one sentence at a time, and peak memory in a further process for each.
