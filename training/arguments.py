@@ -117,6 +117,10 @@ class DataArguments(PairArguments):
         ValueError: If a value is out of range, or the data cannot be streamed.
     """
 
+    bpe_dropout: float = field(
+        default=0.0,
+        metadata={"help": "Probability of leaving out a merge of the tokenizer, anew in each epoch; 0 is off."},
+    )
     further_validation: list[str] = field(
         default_factory=list,
         metadata={"help": "More validation sets, scored and logged: tables, or aligned files as SOURCE:TARGET."},
@@ -141,6 +145,10 @@ class DataArguments(PairArguments):
         for name in ("shuffle_buffer", "tokenizer_rows"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} ({getattr(self, name)}) must be at least 1")
+        if not 0 <= self.bpe_dropout < 1:
+            raise ValueError(f"bpe_dropout ({self.bpe_dropout}) must be at least 0 and below 1")
+        if self.streaming and self.bpe_dropout:
+            raise ValueError(f"bpe_dropout ({self.bpe_dropout}) needs rows at hand, which streaming does not hold")
         if self.streaming and self.embedded_corpus is not None:
             raise ValueError(f"streaming reads files or the Hub; the embedded corpus ({self.embedded_corpus}) is made")
 

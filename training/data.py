@@ -426,6 +426,7 @@ def tokenize_pairs(
     limits: Limits,
     *,
     drop: bool = True,
+    keep_texts: bool = False,
     num_proc: int | None = None,
 ) -> tuple[Dataset, DroppedRows]:
     """Turn text into token ids, once: the cache of `datasets` knows the rows and the tokenizer again.
@@ -436,6 +437,7 @@ def tokenize_pairs(
         limits: What is fit for training.
         drop: Whether to drop what is not (training). Otherwise (evaluation) every row stays in its place, and an
             over-long side is cut to the limit, EOS its last token.
+        keep_texts: Whether the rows keep their texts.
         num_proc: Processes; a fast tokenizer uses several threads of one.
 
     Returns:
@@ -447,7 +449,7 @@ def tokenize_pairs(
     tokenized = dataset.map(
         _tokenize,
         batched=True,
-        remove_columns=dataset.column_names,
+        remove_columns=[] if keep_texts else dataset.column_names,
         fn_kwargs={"tokenizer": tokenizer},
         num_proc=num_proc,
         desc="Tokenising",

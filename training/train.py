@@ -22,6 +22,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from hf_vanilla_trm import VanillaTrmConfig, VanillaTrmForConditionalGeneration
 from training.arguments import DataArguments, ModelArguments, PairArguments, RecipeArguments, parse_arguments
 from training.batching import CachedBatches, PairCollator, TokenBatchSampler
+from training.bpe_dropout import BpeDropout
 from training.checkpoint import find_checkpoints, repair, write_folder
 from training.data import (
     SPLITS,
@@ -173,7 +174,8 @@ def prepare(
     inputs |= (digest_stream(data_arguments) if stream is not None else {}) | {"tokenizer": tokenizer_digest(tokenizer)}
     if checkpoints and not recipe.allow_changes:
         log.check_inputs(inputs)
-    tokenized = tokenize_splits(splits, tokenizer, data_arguments, accelerator)
+    keep_texts = data_arguments.bpe_dropout > 0
+    tokenized = tokenize_splits(splits, tokenizer, data_arguments, accelerator, keep_training_texts=keep_texts)
     evaluators = {
         split: Evaluator(
             splits[split], tokenized[split], tokenizer, recipe=recipe, metric=metric, accelerator=accelerator
@@ -258,7 +260,10 @@ def make_batches(
         "rank": accelerator.process_index,
     }
     if train is not None:
-        return CachedBatches(train, TokenBatchSampler(*sequence_lengths(train), **dealing), **loading)
+        rate = data_arguments.bpe_dropout
+        bpe_dropout = BpeDropout(tokenizer, rate, recipe.seed) if rate else None
+        sampler = TokenBatchSampler(*sequence_lengths(train), **dealing)
+        return CachedBatches(train, sampler, bpe_dropout=bpe_dropout, **loading)
     assert stream is not None
     limits = limits_of(data_arguments)
     longest = max(limits.max_source_length, limits.max_target_length)
@@ -320,6 +325,7 @@ def tokenize_splits(
     accelerator: Accelerator,
     *,
     cut_evaluation: bool = True,
+    keep_training_texts: bool = False,
 ) -> dict[str, Dataset]:
     """Tokenise every split; rows unfit for training are dropped from it and reported, evaluation keeps all.
 
@@ -329,6 +335,7 @@ def tokenize_splits(
         arguments: The limits.
         accelerator: Lets the main process fill the cache of the others.
         cut_evaluation: Whether the limits cut rows of the evaluation: fit for a loss, not for translating them.
+        keep_training_texts: Whether the rows of the training split keep their texts.
     """
     tokenized = {}
     with accelerator.main_process_first():
@@ -339,6 +346,7 @@ def tokenize_splits(
                 tokenizer,
                 limits_of(arguments) if limited else Limits(sys.maxsize, sys.maxsize),
                 drop=name == "train",
+                keep_texts=keep_training_texts and name == "train",
                 num_proc=arguments.preprocessing_workers,
             )
             logger.info("%s: %s", name, counts)
