@@ -223,6 +223,9 @@ class RecipeArguments:
 
     save_every: int | None = field(default=None, metadata={"help": "Updates between checkpoints; else as eval_every."})
     keep_checkpoints: int = field(default=3, metadata={"help": "Newest checkpoints kept, besides the best; 0 is all."})
+    dry_run: bool = field(
+        default=False, metadata={"help": "Print parameters, operations, memory and hours of the run, and stop."}
+    )
     allow_changes: bool = field(
         default=False, metadata={"help": "Continue a run although its arguments differ from those it began with."}
     )

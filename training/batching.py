@@ -8,10 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset
 from torch.utils.data import DataLoader, Sampler
 
-from training.bpe_dropout import BpeDropout, SegmentedRows
 from training.ranks import leave_stopping_to_parent, loading_errors_named, stop_signals_held
 
 Batch = dict[str, torch.Tensor]
@@ -187,36 +185,27 @@ class CachedBatches:
     """The batches of rows that are at hand, of one rank.
 
     Args:
-        dataset: Tokenised pairs, beside their texts if there is BPE-dropout.
+        dataset: Tokenised pairs: a row by its number.
         sampler: Deals them.
         collate: Makes a batch of rows.
         num_workers: Processes that load ahead.
         pin_memory: Whether batches lie where an accelerator copies them fast.
-        bpe_dropout: Segments the texts anew in each epoch, or None. Batches are dealt by the lengths without it.
     """
 
     def __init__(
-        self,
-        dataset: Dataset,
-        sampler: TokenBatchSampler,
-        collate: Collator,
-        *,
-        num_workers: int,
-        pin_memory: bool,
-        bpe_dropout: BpeDropout | None = None,
+        self, dataset: Any, sampler: TokenBatchSampler, collate: Collator, *, num_workers: int, pin_memory: bool
     ) -> None:
         self.dataset = dataset
         self.sampler = sampler
         self.collate = collate
         self.num_workers = num_workers
         self.pin_memory = pin_memory
-        self.bpe_dropout = bpe_dropout
 
     def iterate(self, epoch: int, position: Position) -> Iterator[tuple[Batch, Position]]:
         """Yield the batches of an epoch from a position on, each with the position after it."""
         self.sampler.set_epoch(epoch)
         batches = load_ahead(
-            self.dataset if self.bpe_dropout is None else SegmentedRows(self.dataset, self.bpe_dropout, epoch),
+            self.dataset,
             batch_sampler=islice(self.sampler, position.batch, None),
             collate_fn=self.collate,
             num_workers=self.num_workers,

@@ -9,11 +9,17 @@ import functools
 import itertools
 import json
 import random
+from array import array
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from datasets import Dataset
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
+
+from training.batching import Batch, CachedBatches, Position, TokenBatchSampler
+from training.data import sequence_lengths
 
 SAMPLES = 32
 """Segmentations of a word: drawn once, one of them is taken whenever the word occurs."""
@@ -75,27 +81,76 @@ class BpeDropout:
 
 
 class SegmentedRows:
-    """The rows of one epoch, each segmented when it is asked for.
+    """The rows of an epoch, segmented for it.
 
     Args:
-        rows: With the texts "source" and "target".
-        bpe_dropout: Segments them.
-        epoch: What is drawn for a row depends on it and on the row's number.
+        rows: With the texts "source" and "target", and the tokenizer's own segmentation "input_ids" and "labels".
+        bpe_dropout: Segments them. What is drawn for a row depends on its number and the epoch.
+        epoch: Which it is.
+        longest: Most tokens of a side; a row that would have more keeps the tokenizer's own segmentation.
+        quiet: Whether to show no progress.
     """
 
-    def __init__(self, rows: Dataset, bpe_dropout: BpeDropout, epoch: int) -> None:
-        self.rows, self.bpe_dropout, self.epoch = rows, bpe_dropout, epoch
+    def __init__(self, rows: Dataset, bpe_dropout: BpeDropout, epoch: int, longest: int, *, quiet: bool) -> None:
+        # All rows one behind another: a list for each would take several times the memory.
+        self.ids, self.ends = array("i"), [0]
+        bar = tqdm(rows, desc="Segmenting", unit="row", leave=False, disable=quiet, delay=5)
+        for number, row in enumerate(bar):
+            rng = np.random.default_rng((bpe_dropout.seed, epoch, number))
+            sides = [bpe_dropout.segment(row["source"], rng), bpe_dropout.segment(row["target"], rng)]
+            if max(map(len, sides)) > longest:
+                sides = [row["input_ids"], row["labels"]]
+            for side in sides:
+                self.ids.extend(side)
+                self.ends.append(len(self.ids))
+
+    def lengths(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens of each source and of each target."""
+        lengths = np.diff(self.ends)
+        return lengths[::2], lengths[1::2]
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.ends) // 2
 
     def __getitem__(self, number: int) -> dict[str, list[int]]:
-        rng = np.random.default_rng((self.bpe_dropout.seed, self.epoch, number))
-        row = self.rows[number]
-        return {
-            "input_ids": self.bpe_dropout.segment(row["source"], rng),
-            "labels": self.bpe_dropout.segment(row["target"], rng),
-        }
+        start, middle, end = self.ends[2 * number : 2 * number + 3]
+        return {"input_ids": self.ids[start:middle].tolist(), "labels": self.ids[middle:end].tolist()}
+
+
+class SegmentedBatches:
+    """The batches of rows that are at hand and are segmented anew in each epoch, of one rank.
+
+    Args:
+        rows: As for `SegmentedRows`.
+        bpe_dropout: Segments them.
+        dealing: Further arguments of `TokenBatchSampler`.
+        loading: Further arguments of `CachedBatches`.
+
+    Raises:
+        ValueError: As for `TokenBatchSampler`.
+    """
+
+    def __init__(
+        self, rows: Dataset, bpe_dropout: BpeDropout, *, dealing: dict[str, Any], loading: dict[str, Any]
+    ) -> None:
+        self.rows, self.bpe_dropout, self.dealing, self.loading = rows, bpe_dropout, dealing, loading
+        self.sampler = TokenBatchSampler(*sequence_lengths(rows), **dealing)
+
+    def iterate(self, epoch: int, position: Position) -> Iterator[tuple[Batch, Position]]:
+        """Yield the batches of an epoch from a position on, each with the position after it."""
+        longest, quiet = self.dealing["batch_tokens"], self.dealing["rank"] != 0
+        rows = SegmentedRows(self.rows, self.bpe_dropout, epoch, longest, quiet=quiet)
+        self.sampler = TokenBatchSampler(*rows.lengths(), **self.dealing)
+        yield from CachedBatches(rows, self.sampler, **self.loading).iterate(epoch, position)
+
+    def fraction(self, position: Position) -> float:
+        """Return how much of the epoch lies before the position, from 0 to 1."""
+        return position.batch / len(self.sampler)
+
+    def updates_per_epoch(self, batches_per_update: int) -> int | None:
+        """Return None: each epoch has as many as its segmentations make."""
+        del batches_per_update
+        return None
 
 
 def _check(tokenizer: PreTrainedTokenizerBase) -> None:

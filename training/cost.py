@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_vanilla_trm import VanillaTrmConfig, VanillaTrmForConditionalGeneration
-from training.arguments import parse_arguments, positive_integer
+from training.arguments import DataArguments, ModelArguments, RecipeArguments, parse_arguments, positive_integer
 
 BYTES_PER_PARAMETER = 16
 """Float32 parameter, gradient, and Adam's two moments."""
@@ -104,44 +104,86 @@ def update_seconds(flops: int, parameters: int, gpus: int, *, rate: float, bandw
     return products + max(0.0, all_reduce - products * 2 / 3)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print what the configuration needs; return the exit code."""
-    parser = argparse.ArgumentParser(description="Estimate what training costs.", allow_abbrev=False)
-    parser.add_argument("--config", required=True, help="YAML file of training")
-    parser.add_argument("--gpus", type=positive_integer, nargs="+", default=[1, 2, 4, 8, 16], help="numbers of cards")
-    parser.add_argument("--length", type=positive_integer, default=28, help="mean tokens of a sentence")
-    parser.add_argument("--teraflops", type=float, default=312, help="peak of a card in the precision of training")
-    parser.add_argument("--utilisation", type=float, default=0.35, help="part of the peak that training reaches")
-    parser.add_argument("--gigabytes_per_second", type=float, default=100, help="bandwidth of a link between cards")
-    options = parser.parse_args(arguments)
-    model, data, recipe = parse_arguments(["--config", options.config])
+@dataclass(frozen=True)
+class Hardware:
+    """What an estimate of time assumes: by default cards of 312 TFLOP/s in bf16 and links of 100 GB/s.
+
+    Attributes:
+        gpus: Numbers of cards to estimate for.
+        teraflops: Peak of a card in the precision of training.
+        utilisation: Part of the peak that training reaches.
+        gigabytes_per_second: Bandwidth of a link between cards.
+    """
+
+    gpus: Sequence[int] = (1, 2, 4, 8, 16)
+    teraflops: float = 312
+    utilisation: float = 0.35
+    gigabytes_per_second: float = 100
+
+
+def describe_cost(
+    model: ModelArguments, data: DataArguments, recipe: RecipeArguments, hardware: Hardware, length: int = 28
+) -> str:
+    """Return parameters, operations, memory and hours of a run, as lines.
+
+    Args:
+        model: The architecture.
+        data: Says the size of the vocabulary.
+        recipe: Batches and updates.
+        hardware: What is assumed.
+        length: Mean tokens of a sentence.
+
+    Raises:
+        ValueError: If the recipe does not say how many updates there are, or a batch holds not one sentence.
+    """
     if recipe.max_updates is None:
-        parser.error(f"{options.config} has no max_updates: how long it trains is not known")
+        raise ValueError("there is no max_updates: how long training takes is not known")
     config = VanillaTrmConfig(vocab_size=data.vocab_size, **model.given())
-    rows = recipe.batch_tokens // options.length
+    rows = recipe.batch_tokens // length
     if rows == 0:
-        parser.error(f"--length ({options.length}) must be at most batch_tokens ({recipe.batch_tokens})")
-    batch = BatchShape(rows, options.length, options.length)
+        raise ValueError(f"the length of a sentence ({length}) must be at most batch_tokens ({recipe.batch_tokens})")
+    batch = BatchShape(rows, length, length)
     parameters, steps = count_parameters(config), recipe.gradient_accumulation_steps
-    flops = steps * training_flops(config, batch)
-    tokens = steps * rows * options.length
+    flops, tokens = steps * training_flops(config, batch), steps * rows * length
     autocast = recipe.mixed_precision in ("bf16", "fp16")
-    memory = training_memory(config, batch, autocast=autocast)
-    print(f"parameters             {parameters:,}")
-    print(f"target tokens          {tokens:,} an update, {tokens * recipe.max_updates:.3g} in {recipe.max_updates:,}")
-    print(f"operations             {flops:.3g} an update, {flops * recipe.max_updates:.3g} in all")
-    print(f"memory, at least       {memory / 2**30:.1f} GiB on one card with batches of {recipe.batch_tokens:,} tokens")
-    rate = options.teraflops * 1e12 * options.utilisation
-    print(f"assumed                {rate / 1e12:.0f} TFLOP/s reached, {options.gigabytes_per_second:g} GB/s a link")
-    print("An update of this size, shared by some cards, batch_tokens / GPUs on each:")
-    print("GPUs   target tokens/s   of linear   hours   GPU hours")
-    link = options.gigabytes_per_second * 1e9
+    memory = training_memory(config, batch, autocast=autocast) / 2**30
+    rate, link = hardware.teraflops * 1e12 * hardware.utilisation, hardware.gigabytes_per_second * 1e9
+    lines = [
+        f"parameters             {parameters:,} ({parameters / 1e6:.1f}M) at {data.vocab_size:,} words",
+        f"target tokens          {tokens:,} an update, {tokens * recipe.max_updates:.3g} in {recipe.max_updates:,}",
+        f"operations             {flops:.3g} an update, {flops * recipe.max_updates:.3g} in all",
+        f"memory, at least       {memory:.1f} GiB on one card with batches of {recipe.batch_tokens:,} tokens",
+        f"assumed                {rate / 1e12:.0f} TFLOP/s reached, {hardware.gigabytes_per_second:g} GB/s a link",
+        "An update of this size, shared by some cards, batch_tokens / GPUs on each:",
+        "GPUs   target tokens/s   of linear   hours   GPU hours",
+    ]
     alone = update_seconds(flops, parameters, 1, rate=rate, bandwidth=link)
-    for gpus in options.gpus:
+    for gpus in hardware.gpus:
         seconds = update_seconds(flops, parameters, gpus, rate=rate, bandwidth=link)
         hours = seconds * recipe.max_updates / 3600
         efficiency = alone / seconds / gpus
-        print(f"{gpus:4d} {tokens / seconds:17,.0f} {efficiency:10.0%} {hours:7.1f} {gpus * hours:11.1f}")
+        lines.append(f"{gpus:4d} {tokens / seconds:17,.0f} {efficiency:10.0%} {hours:7.1f} {gpus * hours:11.1f}")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print what the configuration needs; return the exit code."""
+    default = Hardware()
+    parser = argparse.ArgumentParser(description="Estimate what training costs.", allow_abbrev=False)
+    parser.add_argument("--config", required=True, help="YAML file of training")
+    parser.add_argument("--gpus", type=positive_integer, nargs="+", default=default.gpus, help="numbers of cards")
+    parser.add_argument("--length", type=positive_integer, default=28, help="mean tokens of a sentence")
+    parser.add_argument("--teraflops", type=float, default=default.teraflops, help="peak of a card")
+    parser.add_argument("--utilisation", type=float, default=default.utilisation, help="part of it that is reached")
+    parser.add_argument(
+        "--gigabytes_per_second", type=float, default=default.gigabytes_per_second, help="bandwidth between cards"
+    )
+    options = parser.parse_args(arguments)
+    hardware = Hardware(options.gpus, options.teraflops, options.utilisation, options.gigabytes_per_second)
+    try:
+        print(describe_cost(*parse_arguments(["--config", options.config]), hardware, options.length))
+    except ValueError as error:
+        parser.error(f"{options.config}: {error}")
     return 0
 
 

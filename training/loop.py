@@ -23,6 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from training.arguments import RecipeArguments
 from training.batching import Batch, CachedBatches, Position
+from training.bpe_dropout import SegmentedBatches
 from training.checkpoint import (
     Checkpoint,
     Progress,
@@ -81,7 +82,7 @@ class TrainingLoop:
         self,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
-        batches: CachedBatches | StreamedBatches,
+        batches: CachedBatches | SegmentedBatches | StreamedBatches,
         *,
         recipe: RecipeArguments,
         accelerator: Accelerator,

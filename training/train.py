@@ -6,6 +6,7 @@ The same command started again continues from the newest checkpoint; a finished 
 import functools
 import itertools
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,8 +23,9 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from hf_vanilla_trm import VanillaTrmConfig, VanillaTrmForConditionalGeneration
 from training.arguments import DataArguments, ModelArguments, PairArguments, RecipeArguments, parse_arguments
 from training.batching import CachedBatches, PairCollator, TokenBatchSampler
-from training.bpe_dropout import BpeDropout
+from training.bpe_dropout import BpeDropout, SegmentedBatches
 from training.checkpoint import find_checkpoints, repair, write_folder
+from training.cost import Hardware, describe_cost
 from training.data import (
     SPLITS,
     Limits,
@@ -66,6 +68,8 @@ def main(arguments: Sequence[str] | None = None, *, initialise: Callable[[PreTra
         initialise: Overwrites the weights of the new model, to compare initialisations; None keeps the package's own.
     """
     model_arguments, data_arguments, recipe = parse_arguments(arguments)
+    if recipe.dry_run:
+        return dry_run(model_arguments, data_arguments, recipe)
     try:
         accelerator = start_accelerator(recipe)
     except (RuntimeError, ValueError) as error:
@@ -90,6 +94,18 @@ def main(arguments: Sequence[str] | None = None, *, initialise: Callable[[PreTra
         finally:
             log.release()
     return 1
+
+
+def dry_run(model_arguments: ModelArguments, data_arguments: DataArguments, recipe: RecipeArguments) -> int:
+    """Print what the run would cost, without reading or writing anything; return the exit code."""
+    if os.environ.get("RANK", "0") != "0":
+        return 0
+    try:
+        print(describe_cost(model_arguments, data_arguments, recipe, Hardware()))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def session(
@@ -243,7 +259,7 @@ def make_batches(
     data_arguments: DataArguments,
     recipe: RecipeArguments,
     accelerator: Accelerator,
-) -> CachedBatches | StreamedBatches:
+) -> CachedBatches | SegmentedBatches | StreamedBatches:
     """Return the training data as this rank's batches: of the tokenised split `train`, or of a stream.
 
     Raises:
@@ -260,10 +276,10 @@ def make_batches(
         "rank": accelerator.process_index,
     }
     if train is not None:
-        rate = data_arguments.bpe_dropout
-        bpe_dropout = BpeDropout(tokenizer, rate, recipe.seed) if rate else None
-        sampler = TokenBatchSampler(*sequence_lengths(train), **dealing)
-        return CachedBatches(train, sampler, bpe_dropout=bpe_dropout, **loading)
+        if data_arguments.bpe_dropout:
+            bpe_dropout = BpeDropout(tokenizer, data_arguments.bpe_dropout, recipe.seed)
+            return SegmentedBatches(train, bpe_dropout, dealing=dealing, loading=loading)
+        return CachedBatches(train, TokenBatchSampler(*sequence_lengths(train), **dealing), **loading)
     assert stream is not None
     limits = limits_of(data_arguments)
     longest = max(limits.max_source_length, limits.max_target_length)
