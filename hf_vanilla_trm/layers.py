@@ -35,7 +35,8 @@ def scaled_dot_product_attention(
     """Attention(Q, K, V) = softmax(Q K^T / sqrt(d_k)) V (section 3.2.1, equation 1).
 
     The dot product of two vectors of d_k independent numbers of unit variance has variance d_k; dividing by sqrt(d_k)
-    keeps the scores at unit variance for any d_k, where the softmax still has a useful gradient.
+    keeps the scores at unit variance for any d_k. Larger ones would put all weight on one key, where the softmax is
+    flat and passes hardly any gradient on.
 
     Args:
         query: `(batch, num_heads, query_length, d_k)`.
@@ -129,9 +130,10 @@ def embedding_scale(d_model: int) -> float:
 def sinusoids(positions: Tensor, d_model: int) -> Tensor:
     """PE(pos, 2i) = sin(pos / 10000^(2i / d_model)), PE(pos, 2i + 1) = cos of the same angle (section 3.5).
 
-    Sines and cosines are interleaved. Attention has no notion of order, so position must be added to the input; for a
-    fixed offset k, PE(pos + k) is a rotation of PE(pos), the same for every pos, from which a head can learn to attend
-    by relative position.
+    Sines and cosines are interleaved. Attention is a weighted sum, which has no order: without positions a stack would
+    treat a sentence as a bag of words. So they are added to the embeddings. Each pair of a sine and a cosine turns with
+    its own frequency, so that PE(pos + k) is PE(pos) rotated by angles that depend on k alone: a linear map, the same
+    at every position, which a head's projections can learn in order to attend "k to the left".
 
     Args:
         positions: Integers of any shape, without a limit.

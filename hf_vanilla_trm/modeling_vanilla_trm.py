@@ -4,6 +4,10 @@ and the heads.
 Every sub-layer's output is LayerNorm(x + Dropout(Sublayer(x))): the norm closes the sub-layer ("post-LN"), and no norm
 follows the stacks. The equations inside the sub-layers, and the legend of the dimension names, stand in `layers.py`.
 
+Why each part is there is said where it is defined: several heads, and where queries, keys and values come from, in
+`VanillaTrmAttention`; residual sums and LayerNorm in `VanillaTrmEncoderLayer`; the mask in `VanillaTrmDecoderLayer`;
+the division by sqrt(d_k) and the positions in `layers.py`.
+
 A layer is told its depth by an argument of the call and does not remember it, so that one stored layer can serve
 several depths. Where the config asks for it, the layers of a stack share their parameters, all of them (ALBERT: Lan et
 al., 2020) or the attention or the feed-forward networks alone: a module is stored once and called several times.
@@ -87,13 +91,15 @@ class VanillaTrmAttention(nn.Module):
     """MultiHead(Q, K, V) = Concat(head_1, ..., head_h) W^O, head_i = Attention(Q W_i^Q, K W_i^K, V W_i^V) (section
     3.2.2).
 
-    Several heads attend to different positions at once, where a single one would average them. The h matrices W_i^Q
-    stand side by side in `q_proj`, and likewise for `k_proj` and `v_proj`; d_k = d_v = d_model / h, so that h heads
-    cost what one full-width head would.
+    Several heads attend to different positions at once, each for reasons of its own, where a single softmax would
+    average them into one. The h matrices W_i^Q stand side by side in `q_proj`, and likewise for `k_proj` and `v_proj`;
+    d_k = d_v = d_model / h, so that h heads cost what one full-width head would.
 
     The three uses of section 3.2.3: the encoder's self-attention, the decoder's masked self-attention (`is_causal`),
-    and the decoder's cross-attention, whose queries come from the decoder and whose keys and values come from the
-    encoder's output (`encoder_hidden_states`).
+    and the decoder's cross-attention. There the queries come from the decoder, what has been written asking for what
+    comes next, and keys and values from the encoder's output (`encoder_hidden_states`): every target position may look
+    up any source position. The source is complete before the first word is written, so that nothing but padding is
+    masked, and its keys and values are computed once a sentence.
     """
 
     def __init__(self, config: VanillaTrmConfig, *, is_causal: bool = False) -> None:
@@ -197,9 +203,10 @@ class VanillaTrmEncoderLayer(GradientCheckpointingLayer):
     """Self-attention, then the feed-forward network; each output is LayerNorm(x + Dropout(Sublayer(x))) (sections 3.1,
     5.4).
 
-    The residual sum lets the gradient reach the lower layers undiminished. LayerNorm normalises each position by
-    itself, so that, unlike with BatchNorm, neither the lengths nor the number of the other sentences in the batch
-    matter.
+    The residual sum lets the gradient reach the lower layers undiminished, and leaves to each sub-layer what is to be
+    added. LayerNorm normalises each position by itself, over its d_model features. BatchNorm would normalise each
+    feature over all positions of all sentences: for text its statistics would depend on padding and on which sentences
+    are batched together, and would be others when a sentence is decoded alone, a token at a time.
 
     Args:
         config: The model's.
@@ -239,7 +246,8 @@ class VanillaTrmDecoderLayer(GradientCheckpointingLayer):
     """Masked self-attention, cross-attention to the encoder's output, then the feed-forward network; post-LN throughout
     (section 3.1).
 
-    The mask keeps a position from attending to later ones: their tokens are what it is trained to predict.
+    The mask keeps a position from attending to later ones: their tokens are what it is trained to predict. With it one
+    pass trains all positions of a target at once, each on what decoding will know there, the tokens before it.
 
     Args:
         config: The model's.

@@ -1,5 +1,7 @@
 """Estimates of cost against what PyTorch counts in a run."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -15,6 +17,7 @@ from training.cost import (
     training_flops,
     update_seconds,
 )
+from training.train import main as train
 
 BATCH = BatchShape(rows=3, source_length=7, target_length=5)
 VARIANTS = [
@@ -87,9 +90,27 @@ def test_time_falls_with_cards_until_the_link_is_the_limit():
     assert seconds(8, 1e8) == pytest.approx(1 + 7 - 2 / 3)
 
 
-@pytest.mark.parametrize("size", ["base", "big"])
-def test_the_configurations_of_the_paper_are_priced(capsys, size):
-    assert main(["--config", f"training/configs/wmt14_en_de_{size}.yaml", "--gpus", "1", "8"]) == 0
+@pytest.mark.parametrize(("size", "parameters"), [("base", "63.0M"), ("big", "214.2M")])
+def test_the_configurations_of_the_paper_are_priced(tmp_path, monkeypatch, capsys, size, parameters):
+    """By the command for it, and by a dry run of training, which reads no data and writes nothing."""
+    config = str(Path(f"training/configs/wmt14_en_de_{size}.yaml").resolve())
+    assert main(["--config", config]) == 0
     printed = capsys.readouterr().out
-    assert ("63,045,632" if size == "base" else "214,171,648") in printed
-    assert "GPU hours" in printed
+    assert f"({parameters}) at 37,000 words" in printed
+    assert all(said in printed for said in ("GiB", "GPU hours"))
+    monkeypatch.chdir(tmp_path)
+    assert train(["--config", config, "--dry-run"]) == 0
+    assert capsys.readouterr().out == printed
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_follows_the_flags_and_refuses_what_cannot_be_priced(capsys):
+    flags = ["--config", "training/configs/multi30k_tiny.yaml", "--dry_run", "True"]
+    flags += ["--train_source", "no.en", "--train_target", "no.de"]
+    assert train([*flags, "--parameter_sharing", "all"]) == 0
+    # Embeddings, one encoder and one decoder layer: 12 square matrices, 2 feed-forward networks, 5 norms.
+    feed_forward = 2 * 128 * 256 + 256 + 128
+    layers = 12 * 128 * 128 + 2 * feed_forward + 5 * 2 * 128
+    assert f"{10_000 * 128 + layers:,}" in capsys.readouterr().out
+    assert train([*flags, "--batch_tokens", "20"]) == 1
+    assert "(28) must be at most batch_tokens (20)" in capsys.readouterr().err
