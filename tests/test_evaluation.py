@@ -2,6 +2,7 @@
 
 import math
 import socket
+from pathlib import Path
 
 import pytest
 import sacrebleu
@@ -9,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 
+import training
 from tests.conftest import tiny_model
 from tests.updates import LENGTHS, make_rows
 from training.arguments import RecipeArguments
@@ -81,6 +83,21 @@ def test_chinese_is_scored_by_characters_when_asked_for():
     scores = TranslationMetric("zh").compute(predictions=["我们明天去公园", "他在读书"], references=sources)
     assert scores["bleu"] == sacrebleu.corpus_bleu(["我们明天去公园", "他在读书"], [sources], tokenize="zh").score
     assert "tok:zh" in scores["bleu_signature"]
+
+
+def test_the_metric_of_papers_on_multi30k_is_bleu_of_lower_cased_tokens(no_network):
+    """The expected tokens are written by hand: lower case, quotation marks plain and as Moses escapes them."""
+    name = str(Path(training.__file__).parent / "metrics" / "multi30k_bleu.py")
+    metric = TranslationMetric("13a", [name])
+    predictions = ["Ein Mann sagt „hallo“.", "Zwei Hunde, ein Ball und drei Katzen im Park!"]
+    references = ['EIN Mann sagt "Hallo".', "Zwei Hunde, ein Ball und vier Katzen im Park!"]
+    score = metric.compute(predictions=predictions, references=references)["multi30k_bleu"]
+    said = "ein mann sagt &quot; hallo &quot; ."
+    tokens = "zwei hunde , ein ball und {} katzen im park !"
+    bleu = sacrebleu.BLEU(tokenize="none", force=True)
+    expected = bleu.corpus_score([said, tokens.format("drei")], [[said, tokens.format("vier")]]).score
+    assert score == pytest.approx(expected)
+    assert metric.compute(predictions=predictions, references=references)["bleu"] < score - 5
 
 
 def test_an_unknown_tokenizer_of_bleu_is_refused_before_anything_is_decoded():
