@@ -43,7 +43,7 @@ test-fast: lint
 # The fast tests with the lowest version of everything that pyproject.toml declares.
 test-lowest:
 	$(PYTHON) -m venv $(VENV)-lowest
-	sed -n 's/^    "\([A-Za-z-]*\)>=\([0-9.]*\).*/\1==\2/p' pyproject.toml > $(VENV)-lowest/constraints.txt
+	sed -n 's/^    "\([A-Za-z0-9-]*\)>=\([0-9.]*\).*/\1==\2/p' pyproject.toml > $(VENV)-lowest/constraints.txt
 	$(VENV)-lowest/bin/python -m pip install --quiet --constraint $(VENV)-lowest/constraints.txt --editable '.[test]'
 	$(VENV)-lowest/bin/python -m pytest -n auto -m "not slow"
 

@@ -24,11 +24,14 @@ CODE_FILES = (
     "loss.py",
     "modeling_vanilla_trm.py",
     "projections.py",
+    "softmax.py",
     "threads.py",
     "translation.py",
 )
 """The code that travels with a saved model."""
 SHARING_ORDERS = ("sequence", "cycle", "cycle_reverse")
+SHARING_FIELDS = ("parameter_sharing", "num_unique_layers", "sharing_order")
+DEPTH_FIELDS = ("encoder_layers", "decoder_layers", "is_encoder_decoder")
 
 
 @strict
@@ -303,3 +306,24 @@ class VanillaTrmConfig(PreTrainedConfig):
 
 
 __all__ = ["VanillaTrmConfig"]
+
+
+def describe_sharing(config: dict[str, Any]) -> str:
+    """What a config, as a dictionary, says of parameter sharing, in words."""
+    mode = config.get("parameter_sharing", "none")
+    if mode == "none":
+        return "parameter_sharing 'none'"
+    unique, order = config.get("num_unique_layers", 1), config.get("sharing_order", "sequence")
+    return f"parameter_sharing '{mode}' (num_unique_layers {unique}, sharing_order '{order}')"
+
+
+def arrangement_of(config: dict[str, Any]) -> tuple[Any, ...]:
+    """What a config, as a dictionary, says of parameter sharing, equal for equal arrangements of the same tensors: the
+    mode and the distinct layer of every depth of both stacks.
+    """
+    fields = VanillaTrmConfig(**{name: config[name] for name in (*SHARING_FIELDS, *DEPTH_FIELDS) if name in config})
+    depths = (fields.encoder_layers, fields.decoder_layers)
+    layers = tuple(tuple(fields.unique_layer_at(depth, total) for depth in range(total)) for total in depths)
+    if layers == tuple(tuple(range(total)) for total in depths):
+        return ("none",)  # every depth has its own, whatever it is called
+    return fields.parameter_sharing, *layers

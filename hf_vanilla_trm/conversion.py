@@ -120,9 +120,9 @@ def check_marian(marian: Any) -> None:
     Raises:
         ValueError: As `from_marian`.
     """
-    config = marian.config
     if not isinstance(marian, MarianMTModel):
-        raise ValueError(f"a {type(marian).__name__} of type {config.model_type} is no MarianMTModel")
+        raise ValueError(f"a {type(marian).__name__} is no MarianMTModel")
+    config = marian.config
     for name in ("attention_heads", "ffn_dim"):
         own, other = getattr(config, f"encoder_{name}"), getattr(config, f"decoder_{name}")
         if own != other:

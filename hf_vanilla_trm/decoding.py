@@ -318,6 +318,20 @@ class _Search:
         return torch.tensor(tokens, device=self.tokens.device)
 
 
+class Continuations(NamedTuple):
+    """The best continuations of the beams of each source, best first, each `(batch, number)`.
+
+    Attributes:
+        totals: Log-probabilities of the whole beams.
+        parents: Which of the beams each extends.
+        tokens: By which token.
+    """
+
+    totals: Any
+    parents: Any
+    tokens: Any
+
+
 class _Step(NamedTuple):
     """What a step of a beam search leaves for telling a hypothesis from its last token, as arrays.
 
@@ -375,17 +389,18 @@ class _BeamSearch(_Search):
         self.length += 1
         totals = torch.as_tensor(self.totals, dtype=log_probs.dtype, device=log_probs.device)
         best = best_continuations(totals, self.allowed(log_probs), 2 * beams)
-        chosen = log_probs.flatten(1).gather(1, best[1] * log_probs.size(-1) + best[2])
-        values, parents, words, new = (tensor.cpu().numpy() for tensor in (*best, chosen))
-        _check((values[:, 0] > NEVER) | self.done)
-        at_cap, is_eos = self.caps <= self.length, words == self.task.eos_token_id
-        ended = (is_eos | at_cap[:, None])[:, :beams] & (values[:, :beams] > NEVER)
-        self._collect(ended, values, parents, words, new)
+        places = best.parents * log_probs.size(-1) + best.tokens
+        of_tokens: np.ndarray = log_probs.flatten(1).gather(1, places).cpu().numpy()
+        found = Continuations(*(tensor.cpu().numpy() for tensor in best))
+        _check((found.totals[:, 0] > NEVER) | self.done)
+        at_cap, is_eos = self.caps <= self.length, found.tokens == self.task.eos_token_id
+        ended = (is_eos | at_cap[:, None])[:, :beams] & (found.totals[:, :beams] > NEVER)
+        self._collect(ended, found, of_tokens)
         # Among twice as many as there are beams, no more than one for each beam ends with EOS.
         going_on = np.argsort(is_eos, axis=1, kind="stable")[:, :beams]
-        kept = [np.take_along_axis(array, going_on, axis=1) for array in (parents, words, new)]
+        kept = [np.take_along_axis(array, going_on, axis=1) for array in (*found[1:], of_tokens)]
         self.steps.append(_Step(self.row_of, *kept))
-        self.totals = np.take_along_axis(np.where(is_eos, NEVER, values), going_on, axis=1)
+        self.totals = np.take_along_axis(np.where(is_eos, NEVER, found.totals), going_on, axis=1)
         self.done |= at_cap | (self.worst >= self.totals[:, 0] / self.penalty_at_cap)
         if beams == 1:
             self.done |= self.worst > NEVER
@@ -396,17 +411,18 @@ class _BeamSearch(_Search):
             self.history = torch.cat((_of_beams(self.history, followed), self.tokens.unsqueeze(-1)), dim=-1)
         return followed
 
-    def _collect(
-        self, ended: np.ndarray, values: np.ndarray, parents: np.ndarray, words: np.ndarray, new: np.ndarray
-    ) -> None:
-        """Take up the continuations that are marked in `ended` `(batch, num_beams)`."""
+    def _collect(self, ended: np.ndarray, found: Continuations, of_tokens: np.ndarray) -> None:
+        """Take up the continuations that are marked in `ended` `(batch, num_beams)`; `of_tokens` are the tokens'
+        log-probabilities.
+        """
         penalty, wanted = length_penalty(self.length, self.alpha), self.options.num_hypotheses
         for row, place in np.argwhere(ended).tolist():
-            ends, score = self.ends[self.sources[row]], float(values[row, place]) / penalty
+            ends, score = self.ends[self.sources[row]], float(found.totals[row, place]) / penalty
             if len(ends) == wanted and score <= ends[-1].score:
                 continue
             at = row, place
-            ends.append(_End(score, self.length, int(parents[at]), int(words[at]), float(new[at])))
+            parent, token = int(found.parents[at]), int(found.tokens[at])
+            ends.append(_End(score, self.length, parent, token, float(of_tokens[at])))
             ends.sort(key=lambda end: -end.score)  # stable: of equals, the first stays first
             del ends[wanted:]
             if len(ends) == wanted:
@@ -441,7 +457,7 @@ class _Sampling(_Search):
 
     def __init__(self, task: Task, options: SamplingOptions, generator: torch.Generator | None) -> None:
         super().__init__(task, options)
-        self.limits, self.generator = options, generator
+        self.sampling, self.generator = options, generator
         self.token_log_probs = torch.zeros(self.history.shape, device=task.device)
         self.ended = torch.zeros_like(self.tokens, dtype=torch.bool)
         self.lengths = torch.zeros_like(self.tokens)
@@ -449,18 +465,18 @@ class _Sampling(_Search):
     def step(self, log_probs: Tensor) -> Tensor:
         """See `_Search.step`."""
         self.length += 1
-        probabilities = limited(self.allowed(log_probs), self.limits).softmax(dim=-1)
+        probabilities = filter_top_k_top_p(self.allowed(log_probs), self.sampling).softmax(dim=-1)
         _check((probabilities.isfinite().all(dim=-1) | self.ended).cpu().numpy())
         probabilities = probabilities.masked_fill(self.ended.unsqueeze(-1), 1.0)  # what follows has no meaning
-        words = torch.multinomial(probabilities.flatten(0, 1), 1, generator=self.generator).view(self.tokens.shape)
-        parents = torch.arange(words.size(1), device=words.device).expand_as(words)
-        self.history = torch.cat((self.history, words.unsqueeze(-1)), dim=-1)
-        new = log_probs.gather(2, words.unsqueeze(-1))
+        tokens = torch.multinomial(probabilities.flatten(0, 1), 1, generator=self.generator).view(self.tokens.shape)
+        parents = torch.arange(tokens.size(1), device=tokens.device).expand_as(tokens)
+        self.history = torch.cat((self.history, tokens.unsqueeze(-1)), dim=-1)
+        new = log_probs.gather(2, tokens.unsqueeze(-1))
         self.token_log_probs = torch.cat((self.token_log_probs.to(new.dtype), new), dim=-1)
         self.lengths = torch.where(self.ended, self.lengths, self.length)
-        at_cap = torch.from_numpy(self.caps <= self.length).to(words.device)
-        self.ended = self.ended | (words == self.task.eos_token_id) | at_cap.unsqueeze(1)
-        self.tokens = words
+        at_cap = torch.from_numpy(self.caps <= self.length).to(tokens.device)
+        self.ended = self.ended | (tokens == self.task.eos_token_id) | at_cap.unsqueeze(1)
+        self.tokens = tokens
         done_before, self.done = self.done, self.ended.all(dim=1).cpu().numpy()
         for row in np.flatnonzero(self.done & ~done_before).tolist():
             for place, length in enumerate(self.lengths[row].tolist()):
@@ -470,7 +486,7 @@ class _Sampling(_Search):
         return parents
 
 
-def limited(log_probs: Tensor, options: SamplingOptions) -> Tensor:
+def filter_top_k_top_p(log_probs: Tensor, options: SamplingOptions) -> Tensor:
     """Log-probabilities `(..., vocab_size)`, no longer normalised, at a temperature, with -inf outside of top-k and
     top-p.
     """
@@ -512,7 +528,7 @@ GROUP = 128
 """Neighbouring tokens of which only the likeliest is compared with others at first; a whole number of registers."""
 
 
-def best_continuations(totals: Tensor, log_probs: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor]:
+def best_continuations(totals: Tensor, log_probs: Tensor, number: int) -> Continuations:
     """The best continuations of all beams of each source, best first.
 
     The maximum of a group of tokens costs little more than reading it, and no more than `number` groups can hold the
@@ -522,15 +538,12 @@ def best_continuations(totals: Tensor, log_probs: Tensor, number: int) -> tuple[
         totals: Of the beams, `(batch, num_beams)`.
         log_probs: Of the next token, `(batch, num_beams, vocab_size)`.
         number: How many are wanted; fewer are returned where there are fewer.
-
-    Returns:
-        Their totals, the beams that they extend, and their tokens, each `(batch, number)`.
     """
     batch, beams, vocab_size = log_probs.shape
     groups = vocab_size // GROUP
     if beams * groups < 2 * number:
         values, places = (log_probs + totals.unsqueeze(-1)).flatten(1).topk(min(number, beams * vocab_size), dim=1)
-        return values, places // vocab_size, places % vocab_size
+        return Continuations(values, places // vocab_size, places % vocab_size)
     of_groups = log_probs[..., : groups * GROUP].unflatten(-1, (groups, GROUP)).amax(dim=-1) + totals.unsqueeze(-1)
     chosen = of_groups.flatten(1).topk(number, dim=1).indices
     grouped = groups * GROUP
@@ -549,7 +562,7 @@ def best_continuations(totals: Tensor, log_probs: Tensor, number: int) -> tuple[
     )
     values = log_probs.flatten(1).gather(1, beam_of * vocab_size + tokens) + totals.gather(1, beam_of)
     best, order = values.topk(number, dim=1)
-    return best, beam_of.gather(1, order), tokens.gather(1, order)
+    return Continuations(best, beam_of.gather(1, order), tokens.gather(1, order))
 
 
 def without_repeated_ngrams(log_probs: Tensor, history: Tensor, size: int) -> Tensor:

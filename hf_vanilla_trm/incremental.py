@@ -10,8 +10,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from .layers import FeedForward, row_multiple
+from .layers import FeedForward
 from .projections import PackedLinear, has_plain_call, is_plain, linear
+from .softmax import row_multiple
 
 FURTHER_STEPS = 8
 """Steps, more than source tokens, for which there is room at first; it is doubled where that is not enough."""
@@ -59,7 +60,7 @@ class DecoderDepth:
         cross_output: Of cross-attention.
         feed_forward: Of the feed-forward network.
         parts: The sub-modules at this depth by name.
-        cross: Which of the distinct cross-attentions it is: depths that share one share its keys and values too.
+        cross_index: Which of the distinct cross-attentions it is: depths that share one share its keys and values too.
     """
 
     self_projection: Map
@@ -68,7 +69,7 @@ class DecoderDepth:
     cross_output: Map
     feed_forward: Map
     parts: dict[str, Any]
-    cross: int
+    cross_index: int
 
 
 class IncrementalDecoder:
@@ -79,6 +80,15 @@ class IncrementalDecoder:
     beams of a sentence attend to both together, as queries `(batch, num_heads, num_beams, d_k)`; `ancestors` says which
     of the slots hold a beam's own past. On a CPU, where products of many small matrices are slow in bfloat16, they are
     in float32.
+
+    With two beams A and B, slot 0 holds what both began with, slots 1 and 2 the first tokens after it, and each step
+    takes two more; a swap of beams moves rows of `ancestors`, never keys or values:
+
+        step    A attends to    B attends to
+        1       0               0
+        2       0, 1            0, 2
+        if both of the best continuations now extend B, `reorder([1, 1])`:
+        3       0, 2, 3         0, 2, 4
 
     Args:
         model: A `VanillaTrmForConditionalGeneration`, in evaluation mode. Its weights are read now.
@@ -105,15 +115,15 @@ class IncrementalDecoder:
         self.d_k = model.config.d_model // model.config.num_attention_heads
         self._prepare_depths()
         self.output = joined(model.lm_head)
-        self._attend_to(encoder_hidden_states, attention_mask)
+        self._compute_cross_keys_values(encoder_hidden_states, attention_mask)
         self.length = self.slots = 0
-        self.lowest = lowest_of(self.cross)
-        _, batch, num_heads, _, _ = self.cross.shape
-        capacity = _rounded_up((encoder_hidden_states.size(1) + FURTHER_STEPS) * num_beams, self.cross)
+        self.lowest = lowest_of(self.cross_kv)
+        _, batch, num_heads, _, _ = self.cross_kv.shape
+        capacity = _rounded_up((encoder_hidden_states.size(1) + FURTHER_STEPS) * num_beams, self.cross_kv)
         # Zeros: what has no weight must be numbers all the same.
-        self.past = self.cross.new_zeros((len(self.depths), 2, batch, num_heads, capacity, self.d_k))
-        self.ancestors = self.cross.new_full((batch, num_beams, capacity), self.lowest)
-        self.own_slot = self.cross.new_full((num_beams, num_beams), self.lowest).fill_diagonal_(0.0)
+        self.past = self.cross_kv.new_zeros((len(self.depths), 2, batch, num_heads, capacity, self.d_k))
+        self.ancestors = self.cross_kv.new_full((batch, num_beams, capacity), self.lowest)
+        self.own_slot = self.cross_kv.new_full((num_beams, num_beams), self.lowest).fill_diagonal_(0.0)
 
     def _prepare_depths(self) -> None:
         scale = self.d_k**-0.5
@@ -139,11 +149,11 @@ class IncrementalDecoder:
                     cross_output=once(joined, cross.out_proj),
                     feed_forward=once(feed_forward, parts["feed_forward"]),
                     parts=parts,
-                    cross=place,
+                    cross_index=place,
                 )
             )
 
-    def _attend_to(self, encoder_hidden_states: Tensor, attention_mask: Tensor | None) -> None:
+    def _compute_cross_keys_values(self, encoder_hidden_states: Tensor, attention_mask: Tensor | None) -> None:
         """Compute the keys and values of every distinct cross-attention, once."""
         linears = [linear for cross in self.cross_attentions for linear in (cross.k_proj, cross.v_proj)]
         batch, length, _ = encoder_hidden_states.shape
@@ -153,15 +163,17 @@ class IncrementalDecoder:
             heads = heads.to(torch.promote_types(heads.dtype, torch.float32))
         further = _rounded_up(length, heads) - length
         # (2 * cross-attentions, batch, num_heads, source_length, d_k)
-        self.cross = nn.functional.pad(heads, (0, 0, 0, further)).contiguous()
+        self.cross_kv = nn.functional.pad(heads, (0, 0, 0, further)).contiguous()
         self.cross_mask: Tensor | None = None
         if further or (attention_mask is not None and not bool(attention_mask.all())):
             mask = encoder_hidden_states.new_ones((batch, length)) if attention_mask is None else attention_mask
             padding = nn.functional.pad(mask, (0, further)) == 0
-            as_scores = torch.zeros_like(padding, dtype=self.cross.dtype).masked_fill(padding, lowest_of(self.cross))
+            as_scores = torch.zeros_like(padding, dtype=self.cross_kv.dtype).masked_fill(
+                padding, lowest_of(self.cross_kv)
+            )
             self.cross_mask = as_scores.unsqueeze(1)  # (batch, 1, source_length)
             # To a source without a token attention gives zeros, as in the model.
-            self.cross[:, padding.all(dim=1)] = 0.0
+            self.cross_kv[:, padding.all(dim=1)] = 0.0
 
     def next_log_probs(self, tokens: Tensor) -> Tensor:
         """Log-probabilities `(batch, num_beams, vocab_size)` of what follows the newest tokens `(batch, num_beams)`."""
@@ -173,7 +185,7 @@ class IncrementalDecoder:
             parts = layer.parts
             attended = layer.self_output(self._attend_to_past(layer, depth, hidden_states, mask))
             hidden_states = parts["self_attn_layer_norm"](hidden_states + attended)
-            keys, values = self.cross[2 * layer.cross], self.cross[2 * layer.cross + 1]
+            keys, values = self.cross_kv[2 * layer.cross_index :][:2]
             query = layer.cross_query(hidden_states).unflatten(-1, (-1, self.d_k)).transpose(1, 2)
             attended = layer.cross_output(attention(query, keys, values, self.cross_mask))
             hidden_states = parts["cross_attn_layer_norm"](hidden_states + attended)
@@ -189,7 +201,7 @@ class IncrementalDecoder:
         if self.length < positions.num_positions:
             encoding: Tensor = positions.table[self.length]
         else:
-            encoding = positions(torch.tensor([self.length], device=self.cross.device), self.length + 1)[0]
+            encoding = positions(torch.tensor([self.length], device=self.cross_kv.device), self.length + 1)[0]
         return encoding.to(self.decoder.embed_tokens.weight.dtype)
 
     def _take_slots(self, number: int) -> Tensor:
@@ -226,11 +238,11 @@ class IncrementalDecoder:
         number = sentences.numel()
         moved = (sentences != torch.arange(number, device=sentences.device)).nonzero().flatten()
         origins = sentences[moved]
-        for tensor, dim in ((self.ancestors, 0), (self.cross_mask, 0), (self.cross, 1), (self.past, 2)):
+        for tensor, dim in ((self.ancestors, 0), (self.cross_mask, 0), (self.cross_kv, 1), (self.past, 2)):
             if tensor is not None:
                 tensor.index_copy_(dim, moved, tensor.index_select(dim, origins))
         self.ancestors, self.past = self.ancestors[:number], self.past[:, :, :number]
-        self.cross = self.cross[:, :number]
+        self.cross_kv = self.cross_kv[:, :number]
         self.cross_mask = None if self.cross_mask is None else self.cross_mask[:number]
 
 

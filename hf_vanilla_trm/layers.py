@@ -1,5 +1,5 @@
 """The parts of the Transformer that need nothing but torch: "Attention Is All You Need" (Vaswani et al., 2017),
-sections 3.2.1 and 3.3 to 3.5.
+section 3.1 (the shift of the decoder's input), 3.2.1, and 3.3 to 3.5.
 
 Read it beside the paper; the equations come in the paper's order. What needs transformers (the multi-head attention of
 section 3.2.2 with its choice of kernels, the encoder and decoder layers of section 3.1) stands in
@@ -27,6 +27,22 @@ from torch import Tensor, nn
 
 from .dropout import dropout
 from .projections import Linear
+from .softmax import softmax
+
+
+def shift_right(labels: Tensor, *, start_token_id: int, pad_token_id: int) -> Tensor:
+    """The decoder's inputs in training: the labels "offset by one position" behind the start token (section 3.1).
+
+    Args:
+        labels: `(batch, target_length)`; -100 marks positions without a target.
+        start_token_id: The first input.
+        pad_token_id: Stands where a label is -100.
+
+    Returns:
+        `(batch, target_length)`: the start token and all but the last label.
+    """
+    shifted = torch.cat((labels.new_full((labels.size(0), 1), start_token_id), labels[:, :-1]), dim=1)
+    return shifted.masked_fill(shifted == -100, pad_token_id)
 
 
 def scaled_dot_product_attention(
@@ -60,30 +76,6 @@ def scaled_dot_product_attention(
     weights = softmax(scores)
     weights = dropout(weights, dropout_rate)
     return weights @ value, weights
-
-
-VECTOR_BYTES = 64
-"""Of the longest registers of a CPU."""
-ALIGNED_ROW = 8
-"""Elements of which the rows of a matrix should be multiples on an accelerator."""
-
-
-def row_multiple(tensor: Tensor) -> int:
-    """Elements of which the rows of a tensor of this precision and device should be multiples."""
-    return VECTOR_BYTES // tensor.element_size() if tensor.device.type == "cpu" else ALIGNED_ROW
-
-
-def softmax(scores: Tensor) -> Tensor:
-    """The softmax over the last dimension, and zeros for a row of nothing but the lowest finite numbers.
-
-    A further column takes the whole weight of such a row: its score is below all real ones, and above the lowest
-    number. (With -inf in the place of that, the row would be 0/0, and NaN in its gradient.) On a CPU there are enough
-    further columns to fill a vector register: for shorter rows PyTorch's softmax takes ten times as long.
-    """
-    length, lanes = scores.size(-1), row_multiple(scores)
-    further = lanes - length % lanes
-    padded = nn.functional.pad(scores, (0, further), value=torch.finfo(scores.dtype).min / 2)
-    return padded.softmax(dim=-1)[..., :length]
 
 
 class FeedForward(nn.Module):
@@ -180,18 +172,3 @@ class SinusoidalPositions(nn.Module):
         if end <= self.num_positions:
             return nn.functional.embedding(positions, self.table)
         return sinusoids(positions, self.d_model).to(self.table.dtype)
-
-
-def shift_right(labels: Tensor, *, start_token_id: int, pad_token_id: int) -> Tensor:
-    """The decoder's inputs in training: the labels "offset by one position" behind the start token (section 3.1).
-
-    Args:
-        labels: `(batch, target_length)`; -100 marks positions without a target.
-        start_token_id: The first input.
-        pad_token_id: Stands where a label is -100.
-
-    Returns:
-        `(batch, target_length)`: the start token and all but the last label.
-    """
-    shifted = torch.cat((labels.new_full((labels.size(0), 1), start_token_id), labels[:, :-1]), dim=1)
-    return shifted.masked_fill(shifted == -100, pad_token_id)

@@ -48,7 +48,7 @@ from transformers.utils.generic import TransformersKwargs, can_return_tuple, mer
 from transformers.utils.import_utils import is_torchdynamo_compiling
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .configuration_vanilla_trm import VanillaTrmConfig
+from .configuration_vanilla_trm import VanillaTrmConfig, arrangement_of, describe_sharing
 from .decoding import BeamSearchOptions, Hypothesis, SamplingOptions
 from .dropout import Dropout
 from .generation import saved_options, score_targets, search
@@ -214,6 +214,8 @@ class VanillaTrmEncoderLayer(GradientCheckpointingLayer):
             of every call.
     """
 
+    SUBLAYERS = ("self_attn", "feed_forward")
+
     def __init__(self, config: VanillaTrmConfig, borrows: Collection[str] = ()) -> None:
         super().__init__()
         if "self_attn" not in borrows:
@@ -253,6 +255,8 @@ class VanillaTrmDecoderLayer(GradientCheckpointingLayer):
         config: The model's.
         borrows: As for `VanillaTrmEncoderLayer`.
     """
+
+    SUBLAYERS = ("self_attn", "cross_attn", "feed_forward")
 
     def __init__(self, config: VanillaTrmConfig, borrows: Collection[str] = ()) -> None:
         super().__init__()
@@ -311,31 +315,6 @@ def _projection(width: int, new_width: int) -> nn.Module:
 
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 """The arguments of `from_pretrained` that say where a file is."""
-
-
-def describe_sharing(config: dict[str, Any]) -> str:
-    """What a config, as a dictionary, says of parameter sharing, in words."""
-    mode = config.get("parameter_sharing", "none")
-    if mode == "none":
-        return "parameter_sharing 'none'"
-    unique, order = config.get("num_unique_layers", 1), config.get("sharing_order", "sequence")
-    return f"parameter_sharing '{mode}' (num_unique_layers {unique}, sharing_order '{order}')"
-
-
-SHARING_FIELDS = ("parameter_sharing", "num_unique_layers", "sharing_order")
-DEPTH_FIELDS = ("encoder_layers", "decoder_layers", "is_encoder_decoder")
-
-
-def arrangement_of(config: dict[str, Any]) -> tuple[Any, ...]:
-    """What a config, as a dictionary, says of parameter sharing, equal for equal arrangements of the same tensors: the
-    mode and the distinct layer of every depth of both stacks.
-    """
-    fields = VanillaTrmConfig(**{name: config[name] for name in (*SHARING_FIELDS, *DEPTH_FIELDS) if name in config})
-    depths = (fields.encoder_layers, fields.decoder_layers)
-    layers = tuple(tuple(fields.unique_layer_at(depth, total) for depth in range(total)) for total in depths)
-    if layers == tuple(tuple(range(total)) for total in depths):
-        return ("none",)  # every depth has its own, whatever it is called
-    return fields.parameter_sharing, *layers
 
 
 class VanillaTrmPreTrainedModel(PreTrainedModel):
@@ -506,9 +485,9 @@ class VanillaTrmStack(VanillaTrmPreTrainedModel):
         self.dropout = Dropout(config.dropout)
         # Kept here, for the config may be set to something else afterwards.
         uses = [config.unique_layer_at(depth, num_layers) for depth in range(num_layers)]
-        self.shares_layers = config.parameter_sharing == "all"
-        self.shared_sublayers = SHARED_SUBLAYERS[config.parameter_sharing]
-        self.layer_of_depth = uses if self.shares_layers else list(range(num_layers))
+        shared = SHARED_SUBLAYERS[config.parameter_sharing]
+        self.shared_sublayers = [name for name in shared if name in layer_class.SUBLAYERS]
+        self.layer_of_depth = uses if config.parameter_sharing == "all" else list(range(num_layers))
         self.lender_of_depth = [uses.index(use) for use in uses]  # the first depth that uses the same
         self.layers = nn.ModuleList(
             layer_class(config, borrows=() if self.lender_of_depth[depth] == depth else self.shared_sublayers)
@@ -518,8 +497,7 @@ class VanillaTrmStack(VanillaTrmPreTrainedModel):
         self.post_init()
         # While a layer's weights are gathered for its own call alone, another depth cannot use a part of it, unless
         # that part is gathered by itself.
-        names = [name for name in self.shared_sublayers if hasattr(self.layers[0], name)]
-        parts = {f"layers.*.{name}": "free_full_weight" for name in names}
+        parts = {f"layers.*.{name}": "free_full_weight" for name in self.shared_sublayers}
         self._fsdp_plan = {**self.fsdp_plan, **parts}
 
     def layer_at(self, depth: int) -> nn.Module:
@@ -529,10 +507,9 @@ class VanillaTrmStack(VanillaTrmPreTrainedModel):
     def _lent_to(self, depth: int) -> dict[str, nn.Module]:
         """The sub-modules that the layer at `depth` uses and an earlier one has, by name."""
         lender = self.lender_of_depth[depth]
-        if lender == depth or not self.shared_sublayers:
+        if lender == depth:
             return {}
-        names = [name for name in self.shared_sublayers if hasattr(self.layers[lender], name)]
-        return {name: getattr(self.layers[lender], name) for name in names}
+        return {name: getattr(self.layers[lender], name) for name in self.shared_sublayers}
 
     def borrowed_at(self, depth: int) -> dict[str, Callable[..., Any]]:
         """The arguments with which the layer at `depth` is called: what it uses of an earlier one."""

@@ -327,9 +327,9 @@ class OnnxTranslator:
         bad_words = generation.get("bad_words_ids") or []
         if several := [entry for entry in bad_words if len(entry) != 1]:
             raise ValueError(f"bad_words_ids in {path} has {several[0]}: only single tokens can be forbidden here")
-        self.forbidden = [entry[0] for entry in bad_words]
         self.start: int = start
         self.ends: set[int] = set(end) if isinstance(end, list) else {end}
+        self.forbidden = [entry[0] for entry in bad_words if entry[0] not in self.ends]  # as `generate` takes it
         options = runtime.SessionOptions()
         options.intra_op_num_threads = threads
         self.encoder, self.decoder = (

@@ -246,7 +246,7 @@ def test_a_width_without_pairs_is_refused():
 
 
 def test_ours_is_not_taken_for_a_marian():
-    with pytest.raises(ValueError, match="a VanillaTrmForConditionalGeneration of type vanilla_trm is no Marian"):
+    with pytest.raises(ValueError, match="a VanillaTrmForConditionalGeneration is no MarianMTModel"):
         from_marian(tiny_model())
 
 

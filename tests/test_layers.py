@@ -11,8 +11,8 @@ from hf_vanilla_trm.layers import (
     scaled_dot_product_attention,
     shift_right,
     sinusoids,
-    softmax,
 )
+from hf_vanilla_trm.softmax import softmax
 
 
 def test_sinusoids_are_interleaved_sines_and_cosines_of_the_paper():

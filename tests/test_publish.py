@@ -283,6 +283,19 @@ def test_the_card_says_how_the_model_was_chosen_and_decoded(run):
     assert "decoded greedily." in text
 
 
+def test_the_card_says_what_was_done_to_the_weights_and_the_text(run):
+    plain = " ".join(card_of(run).text.split())
+    assert "trained from scratch with hf_vanilla_trm" in plain
+    assert "| bpe_dropout | 0.0 |" in plain
+    edit(run / "run.json", lambda record: record["arguments"].update(ema_decay=0.99, initial_weights="/home/me/runs"))
+    text = " ".join(card_of(run).text.split())
+    assert "greedy), as a moving average of the weights (decay 0.99)." in text
+    assert "trained further with hf_vanilla_trm from a local model" in text
+    assert "/home/me" not in text
+    text = card_of(run, "--base-model", "tester/first").text
+    assert "trained further with hf_vanilla_trm from [tester/first](https://huggingface.co/tester/first)" in text
+
+
 @pytest.mark.parametrize(
     ("change", "given", "message"),
     [
@@ -594,7 +607,7 @@ def test_a_file_that_strangers_need_is_missed(run, capsys, name):
 def test_the_example_of_the_card_is_one_that_the_model_gets_right(run):
     for name, lines in (("source", "a\nb\n"), ("translation", "x\ny\n"), ("reference", "z\ny\n")):
         (run / f"examples.{name}.txt").write_text(lines)
-    assert "tokenizer(['b'], return_tensors" in card_of(run).text
+    assert "model.translate(['b'], tokenizer)" in card_of(run).text
     assert "# ['y']" in card_of(run).text
     for name in ("source", "translation", "reference"):
         (run / f"examples.{name}.txt").unlink()

@@ -328,7 +328,7 @@ def test_what_does_not_go_together_is_refused(capsys, flags, message):
     [
         (["--alpha", "-1"], r"alpha \(-1.0\) must be at least 0"),
         (["--max_source_length", "3"], r"in.txt, line 2 has \d+ tokens, more than max_source_length \(3\)"),
-        (["--prefix", "/dev/null"], "have not equally many lines"),
+        (["--prefix", "/dev/null"], "--prefix ends after 0 lines, the other goes on"),
         (["--prefix", "PREFIXES"], "--prefix has 1 lines and --input 2"),
         (["--prefix", "LONG"], r"in.txt, line 2: no translation of at most \d+ tokens can begin with 'Hund"),
         (["--output", "in.txt"], r"--output \(.*in.txt\) is what is read: it would be lost"),

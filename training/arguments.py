@@ -216,7 +216,7 @@ class RecipeArguments:
 
     num_beams: int = field(default=4, metadata={"help": "Beams of the final evaluation, saved with the model."})
     alpha: float = field(
-        default=0.6, metadata={"help": "A score is divided by ((5 + length) / 6) ** alpha; saved as length_penalty."}
+        default=0.6, metadata={"help": "A score is divided by ((5 + length) / 6) ** alpha; saved if there are several beams."}
     )
     max_length_a: float = field(default=1.0, metadata={"help": "A target has at most a * source_length + b tokens."})
     max_length_b: int = field(default=50, metadata={"help": "The b of max_length_a."})
@@ -261,6 +261,14 @@ class RecipeArguments:
                 raise ValueError(f"{name} ({getattr(self, name)}) must be below 1")
         if self.cooldown_steps and self.max_updates is None:
             raise ValueError(f"cooldown_steps ({self.cooldown_steps}) counts back from max_updates: give it")
+
+
+def defaults_of(*kinds: type) -> dict[str, Any]:
+    """Return the default of each argument of some dataclasses that has one."""
+    fields = [field for kind in kinds for field in dataclasses.fields(kind)]
+    values = {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
+    made = {field.name: field.default_factory for field in fields if field.default_factory is not dataclasses.MISSING}
+    return values | {name: make() for name, make in made.items()}
 
 
 def positive_integer(text: str) -> int:

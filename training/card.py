@@ -34,6 +34,9 @@ RECIPE = [
     "weight_decay",
     "label_smoothing",
     "label_smoothing_factor",
+    "ema_decay",
+    "bpe_dropout",
+    "max_length_ratio",
     "max_grad_norm",
     "batch_tokens",
     "per_device_train_batch_size",
@@ -80,9 +83,11 @@ class Run:
         return {split: self.results[split] for split in ("test", "validation") if split in self.results}
 
     @property
-    def was_fine_tuned(self) -> bool:
-        """Whether `training.finetune` made it, from the weights of another model."""
-        return "model" in self.arguments and not self.arguments["from_scratch"]
+    def began_with_weights(self) -> bool:
+        """Whether it began with the weights of another model: in `training.finetune`, or by `--initial_weights`."""
+        if "model" in self.arguments:
+            return not self.arguments["from_scratch"]
+        return self.arguments.get("initial_weights") is not None
 
     @property
     def decoding(self) -> GenerationConfig:
@@ -170,7 +175,7 @@ def card_values(run: Run, options: argparse.Namespace) -> dict[str, Any]:
     scored = read_scored(run, options.scores)
     languages = options.language or languages_of(arguments)
     datasets = options.datasets or datasets_of(arguments)
-    base_model = (options.base_model or run.record["resolved"]["base_model"]) if run.was_fine_tuned else None
+    base_model = (options.base_model or run.record["resolved"].get("base_model")) if run.began_with_weights else None
     values = {
         "repo": options.repo,
         "name": options.repo.split("/")[1],
@@ -321,13 +326,15 @@ def example_of(run: Run) -> tuple[str, str]:
 def choice_of(run: Run) -> str:
     """Return which of the run's models this is."""
     best = run.results["best"]["update"]
+    decay = run.arguments.get("ema_decay")
+    average = f", as a moving average of the weights (decay {decay})" if decay else ""
     if "validation" not in run.results or best is None:
-        return "of its last update"
+        return f"of its last update{average}"
     metric, arguments = run.arguments["metric_for_best_model"], run.arguments
     lines = min(arguments.get("eval_max_rows") or sys.maxsize, run.results["validation"]["lines"])
     beams = arguments.get("eval_beams") or arguments.get("generation_num_beams") or run.decoding.num_beams or 1
     how = "" if metric == "loss" else f" ({lines} lines, {'greedy' if beams == 1 else f'{beams} beams'})"
-    return f"of update {best}, which had the best validation {metric} during training{how}"
+    return f"of update {best}, which had the best validation {metric} during training{how}{average}"
 
 
 def decoding_of(run: Run) -> str:
@@ -373,10 +380,11 @@ def architecture_of(config: dict[str, Any]) -> str:
 
 def origin_of(run: Run, base_model: str | None) -> str:
     """Return what the weights were before the training, without the paths of the machine that trained."""
-    if not run.was_fine_tuned:
+    if not run.began_with_weights:
         return "trained from scratch with hf_vanilla_trm"
+    how = "fine-tuned" if "model" in run.arguments else "trained further"
     base = f"[{base_model}](https://huggingface.co/{base_model})" if base_model else "a local model"
-    return f"fine-tuned with hf_vanilla_trm from {base}"
+    return f"{how} with hf_vanilla_trm from {base}"
 
 
 def method_of(run: Run) -> str:

@@ -34,7 +34,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 import hf_vanilla_trm  # noqa: F401  (its import makes the Auto classes know the model)
 from training import publish
-from training.arguments import PairArguments, parse_dataclasses
+from training.arguments import PairArguments, defaults_of, parse_dataclasses
 from training.batching import PairCollator
 from training.card import datasets_of, languages_of
 from training.checkpoint import save_model_folder
@@ -298,7 +298,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"{others[0]} is not of a run of this program, for there is no run.json: use another output_dir"
             )
         if checkpoint is not None or log.results_file.exists() or (log.run / "checkpoints").exists():
-            log.check(all_arguments, allow_changes=None)
+            log.check(all_arguments, defaults=defaults_of(*kinds), allow_changes=None)
         if training.push_to_hub:
             card.check(all_arguments)
             publish.check_access(publish.parse_arguments(publish_flags(training, card, log.run)))

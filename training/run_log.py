@@ -27,7 +27,7 @@ except ImportError:  # Windows
 LIBRARIES = ("hf_vanilla_trm", "torch", "transformers", "accelerate", "datasets", "tokenizers", "sacrebleu")
 MAY_CHANGE = (
     *("output_dir", "allow_changes", "report_to", "num_samples", "keep_checkpoints", "num_workers"),
-    *("preprocessing_workers", "max_skipped_updates"),
+    *("preprocessing_workers", "max_skipped_updates", "dry_run"),
 )
 """Arguments that may differ when a run is continued: they do not touch what is trained."""
 
@@ -71,11 +71,12 @@ class RunLog:
         if self._lock is not None:
             self._lock.close()
 
-    def check(self, arguments: dict[str, Any], *, allow_changes: bool | None) -> None:
+    def check(self, arguments: dict[str, Any], *, defaults: dict[str, Any], allow_changes: bool | None) -> None:
         """Refuse to continue a run with other arguments than it was begun with.
 
         Args:
             arguments: All arguments by name.
+            defaults: What an argument was while there was none of its name.
             allow_changes: Continue all the same; None where the command has no such argument.
 
         Raises:
@@ -84,7 +85,7 @@ class RunLog:
         recorded = self._read_run_file()
         if recorded is None or allow_changes:
             return
-        old, new = recorded["arguments"], self._settings(arguments)
+        old, new = defaults | recorded["arguments"], self._settings(arguments)
         changed = [
             f"{name} was {old.get(name)}, is {new.get(name)}"
             for name in sorted(old.keys() | new.keys())

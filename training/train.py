@@ -21,7 +21,14 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_vanilla_trm import VanillaTrmConfig, VanillaTrmForConditionalGeneration
-from training.arguments import DataArguments, ModelArguments, PairArguments, RecipeArguments, parse_arguments
+from training.arguments import (
+    DataArguments,
+    ModelArguments,
+    PairArguments,
+    RecipeArguments,
+    defaults_of,
+    parse_arguments,
+)
 from training.batching import CachedBatches, PairCollator, TokenBatchSampler
 from training.bpe_dropout import BpeDropout, SegmentedBatches
 from training.checkpoint import find_checkpoints, repair, write_folder
@@ -174,7 +181,8 @@ def prepare(
     ranks.together(lambda: repair(log.run) if accelerator.is_main_process else None)
     checkpoints = find_checkpoints(log.run)
     if checkpoints:
-        log.check(all_arguments, allow_changes=recipe.allow_changes)
+        kinds = (type(model_arguments), type(data_arguments), type(recipe))
+        log.check(all_arguments, defaults=defaults_of(*kinds), allow_changes=recipe.allow_changes)
     metric = make_metric(recipe)
     stream = PairStream(data_arguments) if data_arguments.streaming else None
     splits = load_pairs(data_arguments) if stream is None else load_pairs(data_arguments, SPLITS[1:], streaming=True)

@@ -299,9 +299,10 @@ def with_prefixes(lines: Iterable[str], prefixes: Iterable[str] | None) -> Itera
     if prefixes is None:
         yield from zip(lines, repeat(""))
         return
-    for line, prefix in zip_longest(lines, prefixes):
+    for number, (line, prefix) in enumerate(zip_longest(lines, prefixes)):
         if line is None or prefix is None:
-            raise ValueError("--prefix and --input have not equally many lines")
+            which = "--input" if line is None else "--prefix"
+            raise ValueError(f"{which} ends after {number} lines, the other goes on: there must be equally many")
         yield line, prefix
 
 
