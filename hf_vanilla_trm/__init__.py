@@ -12,7 +12,7 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # type: ignore[attr-defined]
 
-from .configuration_vanilla_trm import VanillaTrmConfig
+from .configuration_vanilla_trm import PARAMETER_SHARING_MODES, VanillaTrmConfig
 from .conversion import from_marian, load_torch_weights, to_marian
 from .ctranslate2_export import export_ctranslate2, vocabularies_of
 from .decoding import BeamSearchOptions, DecodingOptions, Hypothesis, SamplingOptions
@@ -48,6 +48,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BATCH_TOKENS",
+    "PARAMETER_SHARING_MODES",
     "WINDOW",
     "BeamSearchOptions",
     "DecodingOptions",

@@ -1,9 +1,9 @@
 """The same model in other libraries' layouts: transformers' MarianMT, both ways, and torch's `nn.Transformer`.
 
-MarianMT is the paper's model, but for the layout of its positions: all sines first, then all cosines, where the paper
-interleaves them (section 3.5). What a model computes does not depend on the order of its d_model features, so that a
-fixed permutation of everything that reads or writes them makes one of the other. torch's layers have the three input
-projections of an attention in one matrix, and no embeddings.
+MarianMT is the paper's model, but for biases, the activation that its config names, and the layout of its positions:
+all sines first, then all cosines, where the paper interleaves them (section 3.5). What a model computes does not depend
+on the order of its d_model features, so that a fixed permutation of everything that reads or writes them makes one of
+the other. torch's layers have the three input projections of an attention in one matrix, and no embeddings.
 """
 
 import copy

@@ -856,7 +856,8 @@ class VanillaTrmForConditionalGeneration(VanillaTrmPreTrainedModel, GenerationMi
             attention_mask: `(batch, source_length)`. 1 for tokens, 0 for padding; all are tokens where it is None.
             prefixes: For each source the tokens with which its translation must begin.
             ensemble: Further models with the same vocabularies; the mean of all probabilities is what is searched.
-            **options: Fields of `BeamSearchOptions`, with its defaults: the paper's beam of 4 and alpha of 0.6.
+            **options: Fields of `BeamSearchOptions`, with its defaults: the paper's beam of 4 and alpha of 0.6. The
+                generation config is not read: tokens that it forbids are given as `forbidden_tokens`.
 
         Returns:
             For each source its hypotheses, the best first.
@@ -893,8 +894,8 @@ class VanillaTrmForConditionalGeneration(VanillaTrmPreTrainedModel, GenerationMi
         Raises:
             ValueError: As for `search`.
         """
-        models, limits = (self, *ensemble), SamplingOptions(**options)
-        return search(models, input_ids, attention_mask, limits, prefixes=prefixes, generator=generator)
+        models, sampling = (self, *ensemble), SamplingOptions(**options)
+        return search(models, input_ids, attention_mask, sampling, prefixes=prefixes, generator=generator)
 
     def translate(
         self,

@@ -96,7 +96,7 @@ def test_the_configurations_of_the_paper_are_priced(tmp_path, monkeypatch, capsy
     config = str(Path(f"training/configs/wmt14_en_de_{size}.yaml").resolve())
     assert main(["--config", config]) == 0
     printed = capsys.readouterr().out
-    assert f"({parameters}) at 37,000 words" in printed
+    assert f"({parameters}) with a vocabulary of 37,000" in printed
     assert all(said in printed for said in ("GiB", "GPU hours"))
     monkeypatch.chdir(tmp_path)
     assert train(["--config", config, "--dry-run"]) == 0

@@ -216,7 +216,8 @@ class RecipeArguments:
 
     num_beams: int = field(default=4, metadata={"help": "Beams of the final evaluation, saved with the model."})
     alpha: float = field(
-        default=0.6, metadata={"help": "A score is divided by ((5 + length) / 6) ** alpha; saved if there are several beams."}
+        default=0.6,
+        metadata={"help": "A score is divided by ((5 + length) / 6) ** alpha; saved where num_beams is above 1."},
     )
     max_length_a: float = field(default=1.0, metadata={"help": "A target has at most a * source_length + b tokens."})
     max_length_b: int = field(default=50, metadata={"help": "The b of max_length_a."})

@@ -27,12 +27,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import transformers
 
-from hf_vanilla_trm import VanillaTrmConfig, VanillaTrmForConditionalGeneration
+from hf_vanilla_trm import PARAMETER_SHARING_MODES, VanillaTrmConfig
 from training.arguments import DataArguments, ModelArguments, RecipeArguments, parse_dataclasses
 from training.comparison_report import write_report
+from training.cost import count_parameters
 from training.data import SPLITS, load_pairs
 from training.evaluation import TranslationMetric
 from training.run_log import write_json
@@ -40,7 +40,7 @@ from training.translate import load, search_options, translate_all
 
 logger = logging.getLogger("training")
 
-MODES = ("attention", "ffn", "all")
+MODES = tuple(mode for mode in PARAMETER_SHARING_MODES if mode != "none")
 DEEPER = (2, 3)
 TOLERANCE = 0.02
 DECODING_PASSES = 3
@@ -145,11 +145,11 @@ def widen(unshared: VanillaTrmConfig, sharing: dict[str, Any]) -> dict[str, int]
     Raises:
         ValueError: If no sizes come within `TOLERANCE`.
     """
-    wanted, ratio = count(unshared), unshared.d_ff / unshared.d_model
+    wanted, ratio = count_parameters(unshared), unshared.d_ff / unshared.d_model
     step = math.lcm(2, unshared.num_attention_heads)
 
     def surplus(d_model: int, d_ff: int) -> int:
-        return count(changed(unshared, **sharing, d_model=d_model, d_ff=d_ff)) - wanted
+        return count_parameters(changed(unshared, **sharing, d_model=d_model, d_ff=d_ff)) - wanted
 
     d_model = unshared.d_model
     while surplus(d_model, round(ratio * d_model)) < 0:
@@ -173,12 +173,6 @@ def changed(config: VanillaTrmConfig, **changes: Any) -> VanillaTrmConfig:
 def config_of(fields: dict[str, Any]) -> VanillaTrmConfig:
     """Return the config that `to_dict` turned into fields."""
     return VanillaTrmConfig(**{name: value for name, value in fields.items() if name != "model_type"})
-
-
-def count(config: VanillaTrmConfig) -> int:
-    """Return the unique parameters of a translation model."""
-    with torch.device("meta"):
-        return VanillaTrmForConditionalGeneration(config).num_parameters()
 
 
 # The runs ----------------------------------------------------------------------------------------------------------

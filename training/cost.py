@@ -149,7 +149,7 @@ def describe_cost(
     memory = training_memory(config, batch, autocast=autocast) / 2**30
     rate, link = hardware.teraflops * 1e12 * hardware.utilisation, hardware.gigabytes_per_second * 1e9
     lines = [
-        f"parameters             {parameters:,} ({parameters / 1e6:.1f}M) at {data.vocab_size:,} words",
+        f"parameters             {parameters:,} ({parameters / 1e6:.1f}M) with a vocabulary of {data.vocab_size:,}",
         f"target tokens          {tokens:,} an update, {tokens * recipe.max_updates:.3g} in {recipe.max_updates:,}",
         f"operations             {flops:.3g} an update, {flops * recipe.max_updates:.3g} in all",
         f"memory, at least       {memory:.1f} GiB on one card with batches of {recipe.batch_tokens:,} tokens",

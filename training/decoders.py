@@ -1,8 +1,9 @@
-"""Ways to translate with one and the same model, as a benchmark compares them: our `search`, transformers' `generate`
-and CTranslate2.
+"""Ways to translate with one and the same model, as a benchmark compares them: our `search`, in int8 as well,
+transformers' `generate`, CTranslate2 and ONNX Runtime.
 
-Each takes the tokens of any number of sentences and makes its own batches of them, of a size that it is told. The
-length penalty of all is 0.6, but of their own kind: of the paper's in `search`, and the length's power in the others.
+Each takes the tokens of any number of sentences and makes its own batches of them, of a size that it is told. ONNX
+Runtime decodes greedily; the length penalty of the others is 0.6, but of their own kind: of the paper's in `search`,
+else the length's power.
 `search` caps every translation at 50 tokens more than its own source, `generate` at 50 more than the longest of the
 batch, and CTranslate2 at 50 more than the longest of all.
 """
@@ -210,7 +211,7 @@ def load_ctranslate2(
     """Return the translator of CTranslate2, with as many threads as PyTorch has; a size is of source tokens.
 
     Args:
-        folder: From `to_ctranslate2`.
+        folder: From `export_ctranslate2`.
         kind: In which type it computes.
         beams: Of the search.
         vocabulary: Its tokens, by id.

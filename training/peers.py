@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from transformers import MarianConfig, MarianMTModel
 
-from hf_vanilla_trm import VanillaTrmConfig, VanillaTrmForConditionalGeneration
+from hf_vanilla_trm import PARAMETER_SHARING_MODES, VanillaTrmConfig, VanillaTrmForConditionalGeneration
 from training.objective import IGNORED, Batch
-from training.step_speed import MODES, Loss, Step, step_of
+from training.step_speed import Loss, Step, step_of
 
 PAD, EOS, START = 0, 1, 2
 FIRST_WORD = 3
@@ -172,7 +172,7 @@ MARIAN = {
 PEERS = MARIAN | {"nn.Transformer": System(build_torch, torch_loss)}
 
 
-def our_systems(modes: tuple[str, ...] = MODES, precision: str = "fp32") -> dict[str, System]:
+def our_systems(modes: tuple[str, ...] = PARAMETER_SHARING_MODES, precision: str = "fp32") -> dict[str, System]:
     """Return our model with every sharing mode, by the name of the mode; in float32 also the first without oneDNN."""
 
     def with_mode(mode: str, *, with_one_dnn: bool = True) -> System:

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 import transformers
 
+from hf_vanilla_trm import PARAMETER_SHARING_MODES
 from training.objective import Batch
 from training.peers import build_ours, our_loss
-from training.step_speed import MODES, SIZES, seconds_in_turn, step_of
+from training.step_speed import SIZES, seconds_in_turn, step_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +68,7 @@ def compare_modes(size: str, vocab_size: int, sentences: int, length: int, round
     """
     batch = random_batch(vocab_size, sentences, length)
     steps, files = {}, {}
-    for mode in MODES:
+    for mode in PARAMETER_SHARING_MODES:
         torch.manual_seed(0)
         model = build_ours(SIZES[size], vocab_size, parameter_sharing=mode)
         with tempfile.TemporaryDirectory() as folder:
@@ -76,7 +77,7 @@ def compare_modes(size: str, vocab_size: int, sentences: int, length: int, round
         steps[mode] = step_of(model, our_loss)
     times = seconds_in_turn(steps, [batch], rounds)
     rows = []
-    for mode in MODES:
+    for mode in PARAMETER_SHARING_MODES:
         ratios = [unshared / shared for unshared, shared in zip(times["none"], times[mode], strict=True)]
         rows.append(
             {

@@ -18,7 +18,6 @@ SIZES: dict[str, dict[str, int]] = {
     "small": {"d_model": 256, "d_ff": 1024, "encoder_layers": 3, "decoder_layers": 3, "num_attention_heads": 8},
     "base": {"d_model": 512, "d_ff": 2048, "encoder_layers": 6, "decoder_layers": 6, "num_attention_heads": 8},
 }
-MODES = ("none", "attention", "ffn", "all")
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 Loss = Callable[[nn.Module, Batch], torch.Tensor]

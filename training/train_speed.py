@@ -27,6 +27,7 @@ import torch
 import transformers
 from torch import nn
 
+from hf_vanilla_trm import PARAMETER_SHARING_MODES
 from training.arguments import DataArguments
 from training.batching import PairCollator, TokenBatchSampler
 from training.data import Limits, load_pairs, sequence_lengths, tokenize_pairs
@@ -36,7 +37,7 @@ from training.memory import LARGE, peak_memory, return_large_blocks
 from training.objective import Batch
 from training.peers import FIRST_WORD, MARIAN, PAD, PEERS, System, our_systems
 from training.run_log import write_json
-from training.step_speed import MODES, PRECISIONS, SIZES, seconds_in_turn
+from training.step_speed import PRECISIONS, SIZES, seconds_in_turn
 from training.tokenizer import train_tokenizer
 
 MATRIX = 2048
@@ -50,7 +51,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), help="Sizes (default: all).")
     parser.add_argument("--vocab_sizes", nargs="+", type=int, default=[8000, 37000], help="(default: 8000 37000)")
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="Sharing modes of ours.")
+    parser.add_argument(
+        "--modes",
+        nargs="+",
+        choices=PARAMETER_SHARING_MODES,
+        default=list(PARAMETER_SHARING_MODES),
+        help="Sharing modes of ours.",
+    )
     parser.add_argument("--train_source", help="Sentences, one a line (default: the embedded corpus).")
     parser.add_argument("--train_target", help="Their translations.")
     parser.add_argument("--batch_tokens", type=int, default=4096, help="Padded tokens a batch (default: 4096).")
