@@ -212,6 +212,38 @@ def test_other_arguments_are_refused_by_name_unless_allowed(train, capsys):
     assert json.loads((train.folder / "results.json").read_text())["updates"] == 8
 
 
+def test_a_run_begun_before_an_argument_existed_goes_on_with_its_default_alone(train, capsys):
+    train()
+    record = json.loads((train.folder / "run.json").read_text())
+    del record["arguments"]["bpe_dropout"]
+    (train.folder / "run.json").write_text(json.dumps(record))
+    assert train() == 0
+    capsys.readouterr()
+    assert train("--bpe_dropout", 0.1) == 1
+    assert "begun with other arguments: bpe_dropout was 0.0, is 0.1." in capsys.readouterr().err
+
+
+def test_bpe_dropout_trains_and_is_continued_bit_for_bit(data, tmp_path, monkeypatch):
+    """As without it: two epochs in one go, and interrupted in the second."""
+    flags = ["--bpe_dropout", "0.2", "--save_every", "1"]
+    assert main([*tiny_flags(data, tmp_path / "whole"), *flags]) == 0
+    with monkeypatch.context() as patch:
+        made = TrainingLoop._after_update
+
+        def stopping(loop, bar):
+            if loop.progress.update == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return made(loop, bar)
+
+        patch.setattr(TrainingLoop, "_after_update", stopping)
+        assert main([*tiny_flags(data, tmp_path / "parts"), *flags]) == 0
+    assert [path.name for path in find_checkpoints(tmp_path / "parts")][-1] != "update-6"
+    assert main([*tiny_flags(data, tmp_path / "parts"), *flags]) == 0
+    whole, parts = (load_file(tmp_path / name / "last" / "model.safetensors") for name in ("whole", "parts"))
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    assert column(tmp_path / "whole", "train_loss") == column(tmp_path / "parts", "train_loss")
+
+
 def test_old_checkpoints_go_but_never_the_best(train, monkeypatch):
     bleu = iter([1.0, 9.0, 3.0, 4.0, 5.0, 6.0])
     score = training.evaluation.Evaluator.during_training
