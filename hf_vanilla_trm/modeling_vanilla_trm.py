@@ -623,7 +623,12 @@ class VanillaTrmDecoder(VanillaTrmStack):
             attention_mask: `(batch, cached_length + target_length)`. 0 for padding of the target.
             encoder_hidden_states: `(batch, source_length, d_model)`. The encoder's output.
             encoder_attention_mask: `(batch, source_length)`. 0 for padding of the source.
+            cache: Keys and values of earlier steps, an `EncoderDecoderCache`; updated.
             inputs_embeds: `(batch, target_length, embedding_width)`. Unscaled embeddings, in place of `input_ids`.
+            use_cache: Whether to begin a cache where none is given.
+
+        Raises:
+            ValueError: There are no `encoder_hidden_states`, or the cache is of another class.
         """
         if encoder_hidden_states is None:
             raise ValueError(
@@ -720,6 +725,14 @@ class VanillaTrmModel(VanillaTrmPreTrainedModel):
             attention_mask: `(batch, source_length)`. 1 for tokens of the source, 0 for padding.
             decoder_input_ids: `(batch, target_length)`. Target tokens behind the start token.
             decoder_attention_mask: `(batch, target_length)`. 1 for tokens of the target, 0 for padding.
+            encoder_outputs: What the encoder returned for the source before.
+            cache: As for `VanillaTrmDecoder`.
+            inputs_embeds: `(batch, source_length, embedding_width)`. Unscaled embeddings, in place of `input_ids`.
+            decoder_inputs_embeds: `(batch, target_length, embedding_width)`, in place of `decoder_input_ids`.
+            use_cache: As for `VanillaTrmDecoder`.
+
+        Raises:
+            ValueError: Tokens and embeddings of one side are both given, or neither.
         """
         if encoder_outputs is None:
             encoder_outputs = self.encoder(
@@ -987,12 +1000,18 @@ class VanillaTrmForConditionalGeneration(VanillaTrmPreTrainedModel, GenerationMi
             attention_mask: `(batch, source_length)`. 1 for tokens of the source, 0 for padding.
             decoder_input_ids: `(batch, target_length)`. Target tokens behind the start token; made from `labels` by
                 default.
+            decoder_attention_mask: As for `VanillaTrmModel`, like `encoder_outputs`, `cache`, `inputs_embeds`,
+                `decoder_inputs_embeds` and `use_cache`; with labels there is no cache.
             labels: `(batch, target_length)`. Target tokens, EOS included; -100 marks positions without a target.
             num_items_in_batch: What the summed loss is divided by; by default the batch's own number of targets. Who
                 accumulates gradients over several batches gives the targets of all of them.
             return_logits: Whether to return logits beside a loss; by default not in training mode, where they would be
                 the largest tensor of all. Without labels they are always returned.
             **kwargs: See `ConditionalGenerationKwargs`.
+
+        Returns:
+            `loss` where there are labels, `logits` `(batch, target_length, vocab_size)` unless they are left out, and
+            what `VanillaTrmModel` returns.
 
         Raises:
             ValueError: `label_smoothing` is not at least 0 and below 1, or the config lacks a start or padding token.

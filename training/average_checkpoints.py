@@ -14,7 +14,7 @@ import torch
 import transformers
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedModel
 
-import hf_vanilla_trm  # noqa: F401  (its import makes the Auto classes know the model)
+from hf_vanilla_trm import describe_sharing  # and the Auto classes know the model
 from training.checkpoint import find_checkpoints, save_model_folder
 
 logger = logging.getLogger("training")
@@ -38,7 +38,10 @@ def average_checkpoints(folders: Sequence[Path]) -> PreTrainedModel:
     for folder in folders[1:]:
         other_model = AutoModelForSeq2SeqLM.from_pretrained(folder)
         if other_model.arrangement != model.arrangement:
-            raise ValueError(f"{folder} and {folders[0]} share their parameters otherwise: they are not one run's")
+            raise ValueError(
+                f"{folder} has {describe_sharing(other_model.config.to_dict())}, and {folders[0]} "
+                f"{describe_sharing(model.config.to_dict())}: they are not one run's"
+            )
         other = dict(other_model.named_parameters())
         different = [
             name

@@ -20,7 +20,7 @@ from datasets import Dataset, DatasetDict
 from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_vanilla_trm import VanillaTrmConfig, VanillaTrmForConditionalGeneration
+from hf_vanilla_trm import VanillaTrmConfig, VanillaTrmForConditionalGeneration, describe_sharing
 from training.arguments import (
     DataArguments,
     ModelArguments,
@@ -439,7 +439,10 @@ def copy_weights(initial: PreTrainedModel, model: PreTrainedModel, name: str) ->
             f"{wanted.get(key)} in the model to train"
         )
     if getattr(initial, "arrangement", None) != model.arrangement:
-        raise ValueError(f"initial_weights ({name}) share their parameters otherwise than the model to train")
+        raise ValueError(
+            f"initial_weights ({name}) have {describe_sharing(initial.config.to_dict())}, and the model to train "
+            f"{describe_sharing(model.config.to_dict())}"
+        )
     model.load_state_dict(initial.state_dict())
 
 

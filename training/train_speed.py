@@ -76,7 +76,9 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
     if options.joeynmt is not None and not (options.loop_updates and options.joeynmt.exists()):
         raise SystemExit(f"--joeynmt ({options.joeynmt}) must be there, and needs --loop_updates of 1 or more")
     if (options.train_source is None) != (options.train_target is None):
-        raise SystemExit("--train_source and --train_target must be given together")
+        raise SystemExit(
+            f"--train_source ({options.train_source}) and --train_target ({options.train_target}) go together"
+        )
     transformers.utils.logging.disable_progress_bar()
     files = {"train_source": options.train_source, "train_target": options.train_target}
     data = {"embedded_corpus": "en-de"} if options.train_source is None else files
