@@ -32,9 +32,11 @@ lint: $(VENV)/test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# transformers' own tests of its models come with its source archive, downloaded once into .cache.
+# transformers' own tests of its models come with its source archive, downloaded once into .cache, and the page is tested
+# in Debian's Chromium, installed where it can be.
 test: lint
 	$(BIN)/python -m tests.conformance.archive
+	$(BIN)/python -m tests.browser
 	$(BIN)/python -m pytest -n auto
 
 test-fast: lint

@@ -881,6 +881,17 @@ class VanillaTrmForConditionalGeneration(VanillaTrmPreTrainedModel, GenerationMi
         """
         return search((self, *ensemble), input_ids, attention_mask, BeamSearchOptions(**options), prefixes=prefixes)
 
+    def search_options(self, **changes: Any) -> BeamSearchOptions:
+        """How the model's generation config says to search: what `translate` does, and `search` with these as fields.
+
+        Args:
+            **changes: Fields of `BeamSearchOptions` that replace those of the generation config; None keeps one.
+
+        Raises:
+            ValueError: A number is out of its range, or `bad_words_ids` has an entry of several tokens.
+        """
+        return saved_options(self.generation_config, **changes)
+
     def sample(
         self,
         input_ids: Tensor,
@@ -939,7 +950,7 @@ class VanillaTrmForConditionalGeneration(VanillaTrmPreTrainedModel, GenerationMi
             ValueError: As for `search`; several hypotheses are asked for, which `search` returns; or there are not as
                 many prefixes as texts.
         """
-        chosen = saved_options(self.generation_config, **options)
+        chosen = self.search_options(**options)
         if chosen.num_hypotheses != 1:
             raise ValueError(
                 f"num_hypotheses ({chosen.num_hypotheses}) must be 1: translate gives the best, search all"

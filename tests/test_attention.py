@@ -5,7 +5,7 @@ import torch
 from PIL import Image
 
 from tests.conftest import tiny_model
-from training.attention import attention_maps, draw, main
+from training.attention import attention_maps, draw, draw_kind, main
 from training.tokenizer import train_tokenizer
 
 TEXTS = ["Ein Hund läuft", "Zwei $5 Kinder_spielen im Park"]
@@ -55,6 +55,13 @@ def test_without_a_target_it_is_the_model_s_own(model, tokenizer):
     assert maps.target[0] == "<s>"
 
 
+def test_a_target_may_be_given_as_tokens(model, tokenizer):
+    tokens = tokenizer(TEXTS[1]).input_ids
+    as_text, as_tokens = (attention_maps(model, tokenizer, TEXTS[0], target) for target in (TEXTS[1], tokens))
+    assert as_tokens.target == as_text.target
+    torch.testing.assert_close(as_tokens.cross, as_text.cross)
+
+
 def test_parts_of_a_character_are_named_by_their_bytes(model, tokenizer):
     maps = attention_maps(model, tokenizer, "雪", "ok")
     assert "".join(maps.source) == "⟨E9⟩⟨9B⟩⟨AA⟩</s>"
@@ -73,6 +80,16 @@ def test_a_picture_has_a_map_for_every_layer_and_head():
         (image,) = axes.get_images()
         torch.testing.assert_close(torch.from_numpy(image.get_array().data), maps[number // 2, number % 2])
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == list("abcde")
+
+
+def test_a_picture_of_the_mean_has_a_map_for_every_layer(model, tokenizer):
+    maps = attention_maps(model, tokenizer, TEXTS[0], TEXTS[1])
+    figure = draw_kind(maps, "encoder", mean_over_heads=True)
+    assert len(figure.axes) == 3
+    for layer, axes in enumerate(figure.axes):
+        (image,) = axes.get_images()
+        torch.testing.assert_close(torch.from_numpy(image.get_array().data), maps.encoder[layer].mean(dim=0))
+    assert figure.axes[0].get_title() == "mean over heads"
 
 
 def test_the_command_writes_three_pictures(model, tokenizer, tmp_path, capsys):

@@ -226,6 +226,13 @@ def test_bad_words_of_several_tokens_are_refused():
     assert saved_options(config).forbidden_tokens == (3,)  # EOS is never forbidden, as in generate
 
 
+def test_a_model_says_how_its_generation_config_searches():
+    model = tiny_model()
+    model.generation_config.update(num_beams=3, length_penalty=0.5)
+    options = model.search_options(num_beams=2, num_hypotheses=None)
+    assert (options.num_beams, options.alpha, options.num_hypotheses, options.min_length) == (2, 0.5, 1, 1)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -108,7 +108,11 @@ def test_training_uses_the_packages_public_names_only(path):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "training").rglob("*.py")), ids=lambda path: path.stem)
 def test_no_command_trusts_remote_code_by_itself(path):
-    assert "trust_remote_code=True" not in path.read_text(encoding="utf-8")
+    """A Space does, for its one model: `space.py` writes it as a text."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        given = node.keywords if isinstance(node, ast.Call) else []
+        values = [keyword.value for keyword in given if keyword.arg == "trust_remote_code"]
+        assert not [value for value in values if not isinstance(value, ast.Constant) or value.value]
 
 
 def test_importing_twice_and_reloading_is_harmless():

@@ -18,6 +18,7 @@ COMMANDS = [(language, block) for language, block in BLOCKS if language in ("bas
 NOT_RUN = {
     "make test\n": "it is what runs this test",
     "ddp.yaml --num_processes 8": "it needs eight GPUs and the network",
+    "-m training.demo": "it shows a page until it is interrupted; test_demo.py visits it",
     "--dataset_name": "it needs the network; the same code loads a local data set in test_data.py",
 }
 # Added to the commands that contain the key, so that they take seconds instead of minutes or an hour.

@@ -6,7 +6,7 @@ the target to the source), with a row of pictures for each layer and a column fo
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,10 +17,14 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from training.translate import load, search_options, translate_all
-
 FONTS = ("DejaVu Sans", "Noto Sans CJK SC", "Noto Sans CJK JP", "Arial Unicode MS", "Noto Emoji")
 """Fonts for tokens, those after the first for the characters that it lacks, where they are installed."""
+KINDS: Mapping[str, tuple[str, str, str]] = {
+    "encoder": ("source", "source", "encoder self-attention: from each row's token to each column's"),
+    "decoder": ("target", "target", "masked decoder self-attention: only to tokens before"),
+    "cross": ("target", "source", "cross-attention: from the target's tokens to the source's"),
+}
+"""The kinds of attention by their field of `AttentionMaps`: whose tokens attend, to whose, and the picture's title."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,10 @@ class AttentionMaps:
 
 @torch.inference_mode()
 def attention_maps(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: str, target: str | None = None
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    source: str,
+    target: str | Sequence[int] | None = None,
 ) -> AttentionMaps:
     """Return the attention of a model to a source and a target.
 
@@ -53,7 +60,7 @@ def attention_maps(
         model: In evaluation mode. Its attention kernel becomes "eager", the only one that tells its probabilities.
         tokenizer: The model's own.
         source: One sentence.
-        target: Its translation; None takes the model's own.
+        target: Its translation, as a text or as the tokens of a hypothesis; None takes the model's own.
 
     Raises:
         ValueError: If the source is blank.
@@ -62,9 +69,10 @@ def attention_maps(
         raise ValueError("the sentence is blank: there is nothing to attend to")
     model.set_attn_implementation("eager")
     if target is None:
-        (target,) = translate_all(model, tokenizer, [source], search_options(model))
+        target = model.translate(source, tokenizer)
+    tokens = tokenizer(text_target=target).input_ids if isinstance(target, str) else list(target)
     source_ids = tokenizer(source, return_tensors="pt").input_ids.to(model.device)
-    labels = tokenizer(text_target=target, return_tensors="pt").input_ids.to(model.device)
+    labels = torch.tensor([tokens], device=model.device)
     decoder_ids = model.prepare_decoder_input_ids_from_labels(labels)
     output = model(input_ids=source_ids, decoder_input_ids=decoder_ids, output_attentions=True, use_cache=False)
 
@@ -78,6 +86,18 @@ def attention_maps(
         decoder=stack(output.decoder_attentions),
         cross=stack(output.cross_attentions),
     )
+
+
+def draw_kind(maps: AttentionMaps, kind: str, *, mean_over_heads: bool = False) -> matplotlib.figure.Figure:
+    """Return the picture of one of `KINDS`; `mean_over_heads` leaves one map for each layer."""
+    rows, columns, title = KINDS[kind]
+    probabilities: torch.Tensor = getattr(maps, kind)
+    if mean_over_heads:
+        probabilities = probabilities.mean(dim=1, keepdim=True)
+    figure = draw(probabilities, getattr(maps, rows), getattr(maps, columns), title)
+    if mean_over_heads:
+        figure.axes[0].set_title("mean over heads", fontsize=8)
+    return figure
 
 
 def draw(maps: torch.Tensor, rows: Sequence[str], columns: Sequence[str], title: str) -> matplotlib.figure.Figure:
@@ -129,17 +149,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=Path("attention"), help="folder of the pictures")
     options = parser.parse_args(arguments)
     transformers.utils.logging.disable_progress_bar()
+    from training.translate import load  # here: a Space has this file, and not that one
+
     try:
         model, tokenizer = load(options.model)
         maps = attention_maps(model, tokenizer, options.sentence, options.target)
         options.output.mkdir(parents=True, exist_ok=True)
-        for name, rows, columns, title in (
-            ("encoder", maps.source, maps.source, "encoder self-attention: from each row's token to each column's"),
-            ("decoder", maps.target, maps.target, "masked decoder self-attention: only to tokens before"),
-            ("cross", maps.target, maps.source, "cross-attention: from the target's tokens to the source's"),
-        ):
-            file = options.output / f"{name}.png"
-            draw(getattr(maps, name), rows, columns, title).savefig(file, dpi=120)
+        for kind in KINDS:
+            file = options.output / f"{kind}.png"
+            draw_kind(maps, kind).savefig(file, dpi=120)
             print(file)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -106,6 +106,21 @@ def load(
         raise ValueError(f"device ({device}) cannot be used: {error}") from error
 
 
+def load_for_search(
+    folder: str, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a model that has our search, and its tokenizer; see `load`.
+
+    Raises:
+        OSError: If there is no model.
+        ValueError: As `load`, or if the model is of another package.
+    """
+    model, tokenizer = load(folder, device, dtype)
+    if not hasattr(model, "search"):
+        raise ValueError(f"{folder} is a {type(model).__name__}: only models of this package are decoded here")
+    return model, tokenizer
+
+
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line, and refuse what does not go together."""
     parser = argparse.ArgumentParser(description="Translate lines, one line each.", allow_abbrev=False)
@@ -199,11 +214,9 @@ def build_translator(options: argparse.Namespace, device: torch.device | None) -
         OSError: If one is not there.
         ValueError: If they do not fit together, or an option does not fit them.
     """
-    loaded = [load(folder, device, (DTYPES | QUANTIZED)[options.dtype]) for folder in options.model]
+    loaded = [load_for_search(folder, device, (DTYPES | QUANTIZED)[options.dtype]) for folder in options.model]
     (model, tokenizer), *others = loaded
-    for folder, (other, its_tokenizer) in zip(options.model, loaded, strict=True):
-        if not hasattr(other, "search"):
-            raise ValueError(f"{folder} is a {type(other).__name__}: only models of this package are decoded here")
+    for folder, (_, its_tokenizer) in zip(options.model, loaded, strict=True):
         if its_tokenizer.get_vocab() != tokenizer.get_vocab():
             raise ValueError(f"the models of an ensemble must have one vocabulary: {folder} has another")
     if options.format == "json":
