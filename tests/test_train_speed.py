@@ -208,7 +208,7 @@ def test_on_a_cpu_training_takes_the_kernel_that_is_fast_there_unless_told(tmp_p
     [
         (["--joeynmt=nowhere/python"], r"--joeynmt \(nowhere/python\) must be there"),
         (["--joeynmt=/dev/null", "--loop_updates=0"], r"needs --loop_updates of 1 or more"),
-        (["--train_source=a.txt"], "must be given together"),
+        (["--train_source=a.txt"], r"--train_source \(a.txt\) and --train_target \(None\) go together"),
     ],
 )
 def test_what_could_only_fail_later_is_refused_before_anything_is_measured(tmp_path, flags, message):

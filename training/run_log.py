@@ -85,7 +85,8 @@ class RunLog:
         recorded = self._read_run_file()
         if recorded is None or allow_changes:
             return
-        old, new = defaults | recorded["arguments"], self._settings(arguments)
+        new = self._settings(arguments)
+        old = {name: value for name, value in defaults.items() if name in new} | recorded["arguments"]
         changed = [
             f"{name} was {old.get(name)}, is {new.get(name)}"
             for name in sorted(old.keys() | new.keys())
