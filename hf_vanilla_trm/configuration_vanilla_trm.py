@@ -305,9 +305,6 @@ class VanillaTrmConfig(PreTrainedConfig):
                     )
 
 
-__all__ = ["VanillaTrmConfig"]
-
-
 def describe_sharing(config: dict[str, Any]) -> str:
     """What a config, as a dictionary, says of parameter sharing, in words."""
     mode = config.get("parameter_sharing", "none")
@@ -327,3 +324,6 @@ def arrangement_of(config: dict[str, Any]) -> tuple[Any, ...]:
     if layers == tuple(tuple(range(total)) for total in depths):
         return ("none",)  # every depth has its own, whatever it is called
     return fields.parameter_sharing, *layers
+
+
+__all__ = ["VanillaTrmConfig"]

@@ -112,5 +112,7 @@ def test_a_dry_run_follows_the_flags_and_refuses_what_cannot_be_priced(capsys):
     feed_forward = 2 * 128 * 256 + 256 + 128
     layers = 12 * 128 * 128 + 2 * feed_forward + 5 * 2 * 128
     assert f"{10_000 * 128 + layers:,}" in capsys.readouterr().out
+    assert train([*flags, "--tokenizer", "elsewhere"]) == 0
+    assert "10,000 (assumed: the tokenizer given is not read)" in capsys.readouterr().out
     assert train([*flags, "--batch_tokens", "20"]) == 1
     assert "(28) must be at most batch_tokens (20)" in capsys.readouterr().err

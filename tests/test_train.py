@@ -241,7 +241,10 @@ def test_bpe_dropout_trains_and_is_continued_bit_for_bit(data, tmp_path, monkeyp
     assert main([*tiny_flags(data, tmp_path / "parts"), *flags]) == 0
     whole, parts = (load_file(tmp_path / name / "last" / "model.safetensors") for name in ("whole", "parts"))
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
-    assert column(tmp_path / "whole", "train_loss") == column(tmp_path / "parts", "train_loss")
+    losses = column(tmp_path / "whole", "train_loss")
+    assert losses == column(tmp_path / "parts", "train_loss")
+    assert main(tiny_flags(data, tmp_path / "without")) == 0
+    assert losses != column(tmp_path / "without", "train_loss")
 
 
 def test_old_checkpoints_go_but_never_the_best(train, monkeypatch):

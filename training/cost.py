@@ -148,8 +148,11 @@ def describe_cost(
     autocast = recipe.mixed_precision in ("bf16", "fp16")
     memory = training_memory(config, batch, autocast=autocast) / 2**30
     rate, link = hardware.teraflops * 1e12 * hardware.utilisation, hardware.gigabytes_per_second * 1e9
+    from_elsewhere = data.tokenizer is not None or recipe.initial_weights is not None
+    assumed = " (assumed: the tokenizer given is not read)" if from_elsewhere else ""
+    vocabulary = f"with a vocabulary of {data.vocab_size:,}{assumed}"
     lines = [
-        f"parameters             {parameters:,} ({parameters / 1e6:.1f}M) with a vocabulary of {data.vocab_size:,}",
+        f"parameters             {parameters:,} ({parameters / 1e6:.1f}M) {vocabulary}",
         f"target tokens          {tokens:,} an update, {tokens * recipe.max_updates:.3g} in {recipe.max_updates:,}",
         f"operations             {flops:.3g} an update, {flops * recipe.max_updates:.3g} in all",
         f"memory, at least       {memory:.1f} GiB on one card with batches of {recipe.batch_tokens:,} tokens",
