@@ -164,7 +164,9 @@ def _add_chunks(
             exponentials /= total
             total = torch.ones_like(total)
         difference = exponentials.gather(1, target) - certain * total  # in `sum_dtype`: both may be close to each other
-        by_logits = exponentials.scatter_(1, target, difference.to(dtype))  # times `total`
+        by_logits = exponentials  # times `total`, but for the targets
+        # By two indices: PyTorch's scatter_ copies a whole bfloat16 tensor there and back on a CPU.
+        by_logits[torch.arange(len(target), device=target.device), target.squeeze(1)] = difference.squeeze(1).to(dtype)
         if grad_hidden is not None:
             grad_hidden[start : start + rows] = linear(by_logits, projection.t()) / total
         if grad_weight is not None:
