@@ -20,6 +20,8 @@ from .projections import linear, suits_one_dnn, sum_of_outer_products
 CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**26}
 LEAST_ROWS = 192
 """Targets in one chunk, whatever the vocabulary: each chunk reads the whole weight, and its gradient."""
+ROWS_CONVERTED = 32
+"""Rows of a chunk that are converted to another precision at once: few enough to stay in cache."""
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
@@ -156,7 +158,7 @@ def _add_chunks(
         loss -= certain * logits.gather(1, target).sum(dtype=sum_dtype)
         highest = logits.amax(dim=1, keepdim=True)
         exponentials = logits.sub_(highest).exp_()
-        total = exponentials.sum(dim=1, keepdim=True, dtype=sum_dtype)
+        total = _row_sums(exponentials, sum_dtype)
         loss += (highest.to(sum_dtype) + total.log()).sum()
         if grad_hidden is None and grad_weight is None and grad_bias is None:
             continue
@@ -178,6 +180,14 @@ def _add_chunks(
         if grad_bias is not None:
             grad_bias += (by_logits / total).sum(dim=0)
     return loss
+
+
+def _row_sums(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum of each row of `(rows, columns)` in another precision: `(rows, 1)`."""
+    if values.dtype == dtype or values.device.type != "cpu":
+        return values.sum(dim=1, keepdim=True, dtype=dtype)
+    # PyTorch would convert the whole tensor first, in memory that is new and has to be cleared.
+    return torch.cat([part.sum(dim=1, keepdim=True, dtype=dtype) for part in values.split(ROWS_CONVERTED)])
 
 
 def _take_mean_logits(
