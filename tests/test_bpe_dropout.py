@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from training.arguments import parse_arguments
 from training.batching import PairCollator, Position
 from training.bpe_dropout import SAMPLES, BpeDropout, SegmentedBatches, SegmentedRows
-from training.data import Limits, tokenize_pairs
+from training.tokenized import Limits, tokenize_pairs
 from training.tokenizer import train_tokenizer
 
 TEXTS = [f"the {colour} house of {number} doors" for colour in ("red", "green", "yellow") for number in range(97)]

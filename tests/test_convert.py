@@ -12,8 +12,9 @@ from hf_vanilla_trm import OnnxTranslator, saved_options
 from tests.conftest import tiny_model
 from tests.test_conversion import tiny_marian
 from training.convert import main
+from training.loading import load
 from training.tokenizer import train_tokenizer
-from training.translate import load, translate_all
+from training.translator import translate_all
 
 ENGLISH = ["two children play in the park .", "a woman reads a book", "the dog runs over the meadow", "a park"]
 GERMAN = ["zwei Kinder spielen im Park .", "eine Frau liest ein Buch", "der Hund läuft über die Wiese", "ein Park"]

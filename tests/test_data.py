@@ -19,7 +19,8 @@ from transformers import AutoTokenizer
 
 from training.arguments import DataArguments, PairArguments
 from training.batching import PairCollator, TokenBatchSampler
-from training.data import DroppedRows, Limits, load_pairs, sequence_lengths, tokenize_pairs
+from training.data import load_pairs
+from training.tokenized import DroppedRows, Limits, sequence_lengths, tokenize_pairs
 from training.tokenizer import train_tokenizer
 
 PAIRS = [
@@ -140,7 +141,7 @@ def test_a_file_that_changed_is_read_again_and_one_that_did_not_is_not(tmp_path,
     def fail(*arguments):
         raise AssertionError("read again")
 
-    monkeypatch.setattr("training.data._read_lines", fail)
+    monkeypatch.setattr("training.pair_files._read_lines", fail)
     assert pairs_in(load_aligned(source, target)) == [("one", "uno!")]
 
 

@@ -14,7 +14,6 @@ import training
 from tests.conftest import tiny_model
 from tests.updates import LENGTHS, make_rows
 from training.arguments import RecipeArguments
-from training.data import Limits, tokenize_pairs
 from training.evaluation import (
     Evaluator,
     TranslationMetric,
@@ -22,8 +21,9 @@ from training.evaluation import (
     spaced_rows,
     translate_on_all_ranks,
 )
+from training.tokenized import Limits, tokenize_pairs
 from training.tokenizer import train_tokenizer
-from training.translate import search_options, translate_all
+from training.translator import translate_all
 
 REFERENCES = ["Der Hund läuft über die Wiese .", "Eine Frau liest ein Buch .", "Zwei Kinder spielen im Park ."]
 PREDICTIONS = ["Der Hund läuft über eine Wiese .", "Eine Frau liest ein Buch .", "Zwei Kinder im Park spielen ."]
@@ -116,7 +116,7 @@ def test_chosen_rows_are_spread_over_the_split(rows, wanted, expected):
 def test_translations_come_back_in_order(tokenizer):
     model = tiny_model(vocab_size=len(tokenizer))
     texts = ["Buch", "Zwei Kinder spielen im Park .", "", "Eine Frau liest", "die Wiese", "Hund und Kinder im Buch"]
-    config = search_options(model, max_length_b=3)
+    config = model.search_options(max_length_b=3)
     accelerator = Accelerator(cpu=True)
     got = translate_on_all_ranks(model, tokenizer, texts, config, accelerator=accelerator, batch_tokens=64)
     assert got == [translate_all(model, tokenizer, [text], config)[0] for text in texts]
@@ -126,7 +126,7 @@ def test_translations_come_back_in_order(tokenizer):
 def test_an_evaluator_scores_every_row_against_its_own_reference(tokenizer):
     model = tiny_model(vocab_size=len(tokenizer), dropout=0.5)
     model.generation_config.max_length_b = 3
-    config = search_options(model)
+    config = model.search_options()
     sources = REFERENCES + [text[5:] for text in REFERENCES] + [""]
     answers = translate_all(model, tokenizer, sources, config)
     targets = [*answers[:5], "another", ""]  # 6 of 7 are what the model says; one row is empty

@@ -17,9 +17,9 @@ import training.loop
 from tests.conftest import tiny_model
 from tests.interruptions import Setting, arguments_of, equal_weights, make_data, metrics, train
 from training.checkpoint import fault_of, find_checkpoints, repair
+from training.loading import load
 from training.objective import accumulate_gradient
 from training.tokenizer import train_tokenizer
-from training.translate import load
 
 
 @pytest.fixture(scope="module")

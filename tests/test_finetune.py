@@ -43,7 +43,7 @@ from training.finetune import CardArguments, FineTuningArguments, TrainerArgumen
 from training.run_log import RunLog, weights_digest
 from training.tokenizer import train_tokenizer
 from training.trainer import FineTuningTrainer, SeededSampler, make_compute_metrics
-from training.translate import search_options, translate_all
+from training.translator import translate_all
 
 PUSH = ["--push_to_hub", "--hub_model_id", "tester/tuned"]
 CARD = ["--license", "mit", "--language", "en de", "--datasets", "tester/words"]
@@ -385,7 +385,7 @@ def test_evaluation_decodes_by_the_generation_config_of_the_model_as_translate_d
         ids = np.where(ours.predict(dataset).predictions == -100, 1, ours.predict(dataset).predictions)
         results[name] = tokenizer.batch_decode(ids, skip_special_tokens=True)
         assert ours.model.generation_config.to_diff_dict() == config.to_diff_dict()  # and is left alone
-        one_by_one = [translate_all(ours.model, tokenizer, [text], search_options(ours.model))[0] for text in sources]
+        one_by_one = [translate_all(ours.model, tokenizer, [text], ours.model.search_options())[0] for text in sources]
         assert results[name] == one_by_one
     assert results["changed"] != results["other"]
 
@@ -407,8 +407,8 @@ def test_hugging_faces_own_trainer_decodes_by_the_generation_config_too(trainer,
 def test_flags_may_ask_for_other_beams_while_training(trainer, tokenizer):
     (sources, _), dataset = pairs(tokenizer)
     ours = trainer()
-    greedy = translate_all(ours.model, tokenizer, sources, search_options(ours.model, num_beams=1))
-    assert greedy != translate_all(ours.model, tokenizer, sources, search_options(ours.model))
+    greedy = translate_all(ours.model, tokenizer, sources, ours.model.search_options(num_beams=1))
+    assert greedy != translate_all(ours.model, tokenizer, sources, ours.model.search_options())
     ours.args.generation_num_beams = 1
     ids = ours.predict(dataset).predictions
     assert tokenizer.batch_decode(np.where(ids == -100, 1, ids), skip_special_tokens=True) == greedy

@@ -12,13 +12,14 @@ import sacrebleu
 import torch
 from transformers import AutoTokenizer
 
+import training.loading
 from tests.conftest import tiny_model
 from training import score
 from training.digest import digest_of_file
 from training.run_log import weights_digest
 from training.scoring import check_seed, corpus_metric, corpus_score, paired_test
 from training.tokenizer import train_tokenizer
-from training.translate import search_options, translate_all
+from training.translator import translate_all
 
 SOURCES = ["the dog is big .", "two children play in the park .", "a woman reads .", "the park", "we see a house ."]
 REFERENCES = [
@@ -292,7 +293,7 @@ def folders(tmp_path_factory):
 def translations_of(seed, folder, **options):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = tiny_model(seed, vocab_size=len(tokenizer))
-    return translate_all(model, tokenizer, SOURCES, search_options(model, **options))
+    return translate_all(model, tokenizer, SOURCES, model.search_options(**options))
 
 
 def test_a_model_translates_the_source_and_the_result_says_with_what(tmp_path, files, folders, capsys):
@@ -355,7 +356,7 @@ def no_model(monkeypatch):
     def refuse(*_):
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr(score, "load", refuse)
+    monkeypatch.setattr(score, "load_for_search", refuse)
 
 
 @pytest.mark.parametrize(
@@ -442,7 +443,7 @@ def test_a_model_that_cannot_decode_so_is_refused_before_anything_is_decoded(
 
 
 def test_a_model_of_another_package_is_refused(files, monkeypatch, capsys):
-    monkeypatch.setattr(score, "load", lambda *_: (torch.nn.Linear(1, 1), None))
+    monkeypatch.setattr(training.loading, "load", lambda *_: (torch.nn.Linear(1, 1), None))
     arguments = {"model": "other", "source": files["source"], "reference": files["reference"]}
     assert "other is a Linear: only models of this package are decoded here" in refusal(capsys, *flags(arguments))
 

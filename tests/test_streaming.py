@@ -9,8 +9,9 @@ import pytest
 
 from training.arguments import PairArguments
 from training.batching import PairCollator, Position
-from training.data import Limits, PairStream, tokenize_rows
+from training.data import PairStream
 from training.streaming import StreamedBatches
+from training.tokenized import Limits, tokenize_rows
 from training.tokenizer import train_tokenizer
 
 BUDGET = 60

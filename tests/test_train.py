@@ -17,7 +17,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import training.checkpoint
-import training.data
 import training.evaluation
 from tests.interruptions import Killed
 from tests.launch import ACCELERATE, CLONE, PYTHON, TWO_RANKS, run

@@ -29,9 +29,11 @@ from tests.conftest import tiny_model
 from tests.launch import CLONE, PYTHON, TWO_RANKS, run
 from training import translate as command
 from training.lines import as_line, read_lines
+from training.loading import load
 from training.long_sentences import join_translations, split_text
 from training.tokenizer import train_tokenizer
-from training.translate import load, main, search_options, translate_all
+from training.translate import main
+from training.translator import translate_all
 
 LINES = ["Buch", "Zwei Kinder spielen im Park .", "Eine Frau liest", "die Wiese", "Hund und Kinder im Buch ; Park"]
 SHORT = ["--max_length_b", "3", "--device", "cpu"]
@@ -75,7 +77,7 @@ def options(**changes):
 
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_every_line_is_translated_as_if_alone_and_order_is_kept(model, tokenizer, num_beams):
-    chosen = search_options(model, num_beams=num_beams, max_length_a=1.5, max_length_b=2)
+    chosen = model.search_options(num_beams=num_beams, max_length_a=1.5, max_length_b=2)
     together = translate_all(model, tokenizer, LINES, chosen)
     assert together == [translate_all(model, tokenizer, [line], chosen)[0] for line in LINES]
     assert together == translate_all(model, tokenizer, LINES[::-1], chosen)[::-1]
@@ -137,7 +139,7 @@ def test_even_a_model_that_ends_at_once_translates_a_line_that_is_not_blank(toke
     model = tiny_model(vocab_size=len(tokenizer), output_bias=True)
     with torch.no_grad():
         model.lm_head.bias[tokenizer.eos_token_id] = 1e4
-    (found,) = translate_stream([model], tokenizer, ["Buch"], search_options(model))
+    (found,) = translate_stream([model], tokenizer, ["Buch"], model.search_options())
     assert [token == tokenizer.eos_token_id for token in found[0].tokens] == [False, True]
 
 
@@ -157,7 +159,7 @@ def test_a_stream_is_read_a_window_at_a_time_and_kept_in_order(model, tokenizer)
 
 
 def test_a_model_translates_strings(model, tokenizer):
-    expected = translate_all(model, tokenizer, LINES, search_options(model, max_length_b=3))
+    expected = translate_all(model, tokenizer, LINES, model.search_options(max_length_b=3))
     assert model.translate(LINES[1], tokenizer, max_length_b=3) == expected[1]
     assert model.translate(LINES, tokenizer, max_length_b=3) == expected
     assert model.translate(tuple(LINES), tokenizer, max_length_b=3) == expected
@@ -201,14 +203,14 @@ def test_the_saved_generation_config_holds_unless_overridden(tokenizer, tmp_path
     saved.generation_config = GenerationConfig(num_beams=3, length_penalty=0.7, max_length_a=1.5, max_length_b=7)
     saved.save_pretrained(tmp_path)
     loaded = type(saved).from_pretrained(tmp_path)
-    kept, changed = search_options(loaded), search_options(loaded, num_beams=2, max_length_b=9, alpha=0.0)
+    kept, changed = loaded.search_options(), loaded.search_options(num_beams=2, max_length_b=9, alpha=0.0)
     names = ("num_beams", "alpha", "max_length_a", "max_length_b", "min_length")
     assert [getattr(kept, name) for name in names] == [3, 0.7, 1.5, 7, 1]
     assert [getattr(changed, name) for name in names] == [2, 0.0, 1.5, 9, 1]
 
 
 def test_a_model_without_settings_searches_greedily_with_the_papers_cap(model):
-    chosen = search_options(model)
+    chosen = model.search_options()
     assert (chosen.num_beams, chosen.alpha, chosen.max_length_a, chosen.max_length_b) == (1, 0.6, 1.0, 50)
 
 
@@ -222,7 +224,7 @@ def test_files_in_and_out(folder, model, tokenizer, tmp_path):
     source.write_text("\n".join(["Buch", "", "Eine Frau liest", "  ", "die Wiese"]))  # no newline at the end
     assert main(["--model", str(folder), "--input", str(source), "--output", str(target), *SHORT]) == 0
     expected = translate_all(
-        model, tokenizer, ["Buch", "", "Eine Frau liest", "", "die Wiese"], search_options(model, max_length_b=3)
+        model, tokenizer, ["Buch", "", "Eine Frau liest", "", "die Wiese"], model.search_options(max_length_b=3)
     )
     assert target.read_bytes() == "".join(line + "\n" for line in expected).encode()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source.txt", "target.txt"]
@@ -238,7 +240,7 @@ def translated(folder, tmp_path, *flags, lines=LINES):
 def test_texts_pieces_scores_and_n_best_lists_are_written_each_by_itself(folder, model, tokenizer, tmp_path):
     """Against the search itself; the score is recomputed from the log-probabilities of the tokens."""
     lines, flags = ["Buch", "", "die Wiese"], ("--num_beams", "3")
-    chosen = search_options(model, num_beams=3, max_length_b=3, num_hypotheses=3)
+    chosen = model.search_options(num_beams=3, max_length_b=3, num_hypotheses=3)
     found = list(translate_stream([model], tokenizer, lines, chosen))
     best = [translations[0] for translations in found]
     assert translated(folder, tmp_path, *flags, lines=lines) == [as_line(one.text) for one in best]
@@ -508,7 +510,7 @@ def test_a_tokenizer_that_pads_on_the_left_changes_nothing(folder, model):
 @pytest.mark.slow
 def test_standard_input_to_standard_output_in_a_fresh_process(folder, model, tokenizer):
     output = run([*PYTHON, "training.translate", "--model", folder, *SHORT], stdin="\n".join(LINES).encode()).stdout
-    expected = translate_all(model, tokenizer, LINES, search_options(model, max_length_b=3))
+    expected = translate_all(model, tokenizer, LINES, model.search_options(max_length_b=3))
     assert output == "".join(line + "\n" for line in expected).encode()
 
 

@@ -149,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=Path("attention"), help="folder of the pictures")
     options = parser.parse_args(arguments)
     transformers.utils.logging.disable_progress_bar()
-    from training.translate import load  # here: a Space has this file, and not that one
+    from training.loading import load  # here: a Space has this file, and not that one
 
     try:
         model, tokenizer = load(options.model)

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from training.batching import Batch, CachedBatches, Position, TokenBatchSampler
-from training.data import sequence_lengths
+from training.tokenized import sequence_lengths
 
 SAMPLES = 32
 """Segmentations of a word: drawn once, one of them is taken whenever the word occurs."""

@@ -35,8 +35,9 @@ from training.comparison_report import write_report
 from training.cost import count_parameters
 from training.data import SPLITS, load_pairs
 from training.evaluation import TranslationMetric
+from training.loading import load
 from training.run_log import write_json
-from training.translate import load, search_options, translate_all
+from training.translator import translate_all
 
 logger = logging.getLogger("training")
 
@@ -286,7 +287,7 @@ def decode(run: Path, pairs: tuple[list[str], list[str]], bleu_tokenize: str, nu
     except (FileNotFoundError, KeyError, ValueError):
         pass  # not measured yet, or otherwise
     model, tokenizer = load(str(run / "best"))
-    search = search_options(model)
+    search = model.search_options()
     translate_all(model, tokenizer, sources[:64], search)  # the first batch of a process is slower
     seconds = []
     for _ in range(DECODING_PASSES):

@@ -35,7 +35,7 @@ import transformers
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from hf_vanilla_trm import export_ctranslate2, export_onnx, to_marian, vocabularies_of
+from hf_vanilla_trm import BATCH_TOKENS, export_ctranslate2, export_onnx, to_marian, vocabularies_of
 from training.arguments import DataArguments, positive_integer
 from training.data import load_pairs
 from training.decoders import (
@@ -56,10 +56,10 @@ from training.decoders import (
 )
 from training.evaluation import spaced_rows
 from training.lines import as_line, read_lines
+from training.loading import QUANTIZED, load
 from training.memory import peak_memory, reset_peak_memory
 from training.run_log import write_json
 from training.train_speed import in_own_process
-from training.translate import BATCH_TOKENS, QUANTIZED, load
 
 ONNX = ("onnx", "onnxruntime", "onnxscript")
 CTRANSLATE2_TYPES = ("float32", "int8")

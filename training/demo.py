@@ -262,7 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for file in write_space(options.model, options.space):
                 print(file)
             return 0
-        from training.translate import load_for_search
+        from training.loading import load_for_search
 
         model, tokenizer = load_for_search(options.model)
         serve(

@@ -20,11 +20,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_vanilla_trm import DecodingOptions, translate_by_length
 from training.arguments import RecipeArguments
 from training.batching import Batch, PairCollator, TokenBatchSampler
-from training.data import sequence_lengths
 from training.lines import as_line
 from training.objective import IGNORED
 from training.scoring import bleu_metric
-from training.translate import search_options
+from training.tokenized import sequence_lengths
 
 logger = logging.getLogger(__name__)
 
@@ -271,7 +270,7 @@ class Evaluator:
             model,
             self.tokenizer,
             [self.sources[row] for row in rows],
-            search_options(model, num_beams=num_beams),
+            model.search_options(num_beams=num_beams),
             accelerator=self.accelerator,
             batch_tokens=self.recipe.eval_batch_tokens,
             stop=stop,

@@ -32,7 +32,7 @@ from transformers import (
 )
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
-import hf_vanilla_trm  # noqa: F401  (its import makes the Auto classes know the model)
+from hf_vanilla_trm import BATCH_TOKENS
 from training import publish
 from training.arguments import PairArguments, defaults_of, parse_dataclasses
 from training.batching import PairCollator
@@ -41,12 +41,12 @@ from training.checkpoint import save_model_folder
 from training.data import fingerprint, load_pairs
 from training.evaluation import Evaluator, TranslationMetric
 from training.launching import check_fsdp, processes_asked_for, start_logging
+from training.loading import load
 from training.objective import TrainingDivergedError
 from training.run_log import RunLog
 from training.tokenizer import check_vocabulary, load_tokenizer
 from training.train import SCORED, score_splits, tokenize_splits
 from training.trainer import FineTuningTrainer, RunRecorder, make_compute_metrics
-from training.translate import BATCH_TOKENS, load
 
 logger = logging.getLogger("training")
 

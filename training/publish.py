@@ -25,8 +25,9 @@ from huggingface_hub.utils import httpx, validate_repo_id
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from training.card import Run, read_run, render_card
+from training.loading import load
 from training.run_log import weights_digest
-from training.translate import load, search_options, translate_all
+from training.translator import translate_all
 
 # The model -----------------------------------------------------------------------------------------------------------
 
@@ -220,8 +221,8 @@ def verify(
             raise ValueError(f"{different[0]} is not that of {run.model}")
         verify_as_a_stranger(tensors, options.repo, commit, cache)
     lines = [source for source, _, _ in run.examples[:3]]
-    translations = translate_all(model, tokenizer, lines, search_options(model))
-    if translate_all(published, published_tokenizer, lines, search_options(published)) != translations:
+    translations = translate_all(model, tokenizer, lines, model.search_options())
+    if translate_all(published, published_tokenizer, lines, published.search_options()) != translations:
         raise ValueError(f"it does not translate like {run.model}")
 
 

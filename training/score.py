@@ -20,9 +20,11 @@ from typing import Any
 import torch
 import transformers
 
+from hf_vanilla_trm import BATCH_TOKENS
 from training.arguments import positive_integer
 from training.evaluation import load_metric, numbers_of, takes_sources
 from training.lines import read_lines
+from training.loading import load_for_search
 from training.run_log import weights_digest, write_json
 from training.scoring import (
     LABELS,
@@ -36,7 +38,7 @@ from training.scoring import (
     score_table,
     signature_line,
 )
-from training.translate import BATCH_TOKENS, load, search_options, translate_all
+from training.translator import translate_all
 
 DECODING = ("num_beams", "alpha", "max_length_a", "max_length_b")
 
@@ -150,11 +152,8 @@ class ScoredModel:
         # A model of the Hub is some commit of it, whose files this command does not see.
         self.weights = weights_digest(Path(name)) if any(Path(name).glob("*.safetensors")) else None
         self.name = name
-        self.model, self.tokenizer = load(name, options.device)
-        if not hasattr(self.model, "search"):
-            kind = type(self.model).__name__
-            raise ValueError(f"{name} is a {kind}: only models of this package are decoded here; give its translations")
-        self.search = search_options(self.model, **{option: getattr(options, option) for option in DECODING})
+        self.model, self.tokenizer = load_for_search(name, options.device)
+        self.search = self.model.search_options(**{option: getattr(options, option) for option in DECODING})
         self.batch_tokens = options.batch_tokens
 
     def translate(self, lines: Sequence[str], progress: str) -> list[str]:

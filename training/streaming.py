@@ -8,7 +8,8 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from training.batching import Batch, Collator, Position, TokenBatchSampler, load_ahead
-from training.data import DroppedRows, Pair, TokenizedPair
+from training.pair_files import Pair
+from training.tokenized import DroppedRows, TokenizedPair
 
 logger = logging.getLogger(__name__)
 

@@ -33,30 +33,21 @@ from training.batching import CachedBatches, PairCollator, TokenBatchSampler
 from training.bpe_dropout import BpeDropout, SegmentedBatches
 from training.checkpoint import find_checkpoints, repair, write_folder
 from training.cost import Hardware, describe_cost
-from training.data import (
-    SPLITS,
-    Limits,
-    Pair,
-    PairStream,
-    digest_stream,
-    fingerprint,
-    load_further_pairs,
-    load_pairs,
-    sequence_lengths,
-    tokenize_pairs,
-    tokenize_rows,
-)
+from training.data import SPLITS, PairStream, digest_stream, fingerprint, load_further_pairs, load_pairs
 from training.evaluation import Evaluator, TranslationMetric, never, spaced_rows
 from training.launching import start_accelerator, start_logging
 from training.lines import as_line
+from training.loading import load
 from training.loop import TrainingLoop
 from training.memory import peak_memory, reset_peak_memory, return_large_blocks
 from training.objective import TrainingDivergedError
+from training.pair_files import Pair
 from training.ranks import OtherRankFailedError, Ranks, StopRequest
 from training.run_log import RunLog
 from training.streaming import StreamedBatches
+from training.tokenized import Limits, sequence_lengths, tokenize_pairs, tokenize_rows
 from training.tokenizer import check_vocabulary, load_tokenizer, tokenizer_digest, train_tokenizer
-from training.translate import load, search_options, translate_all
+from training.translator import translate_all
 
 logger = logging.getLogger("training")
 
@@ -514,7 +505,9 @@ def write_examples(
     rows = spaced_rows(len(evaluator.sources), recipe.num_samples)
     chosen = [as_line(evaluator.sources[row]) for row in rows]
     references = [as_line(evaluator.references[row]) for row in rows]
-    translations = translate_all(model, tokenizer, chosen, search_options(model), batch_tokens=recipe.eval_batch_tokens)
+    translations = translate_all(
+        model, tokenizer, chosen, model.search_options(), batch_tokens=recipe.eval_batch_tokens
+    )
     for name, lines in (("source", chosen), ("reference", references), ("translation", translations)):
         (run / f"examples.{name}.txt").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     for source, translation in zip(chosen, translations, strict=True):

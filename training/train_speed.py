@@ -30,7 +30,7 @@ from torch import nn
 from hf_vanilla_trm import PARAMETER_SHARING_MODES
 from training.arguments import DataArguments
 from training.batching import PairCollator, TokenBatchSampler
-from training.data import Limits, load_pairs, sequence_lengths, tokenize_pairs
+from training.data import load_pairs
 from training.joeynmt_speed import joeynmt_speed
 from training.loop_speed import compare_loop
 from training.memory import LARGE, peak_memory, return_large_blocks
@@ -38,6 +38,7 @@ from training.objective import Batch
 from training.peers import FIRST_WORD, MARIAN, PAD, PEERS, System, our_systems
 from training.run_log import write_json
 from training.step_speed import PRECISIONS, SIZES, seconds_in_turn
+from training.tokenized import Limits, sequence_lengths, tokenize_pairs
 from training.tokenizer import train_tokenizer
 
 MATRIX = 2048

@@ -18,12 +18,12 @@ from transformers import (
 )
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
-from training.data import sequence_lengths
+from hf_vanilla_trm import BATCH_TOKENS
 from training.evaluation import TranslationMetric, evaluate_loss, loss_batches
 from training.lines import as_line
 from training.objective import IGNORED, TrainingDivergedError
 from training.run_log import RunLog
-from training.translate import BATCH_TOKENS, search_options
+from training.tokenized import sequence_lengths
 
 
 class FineTuningTrainer(Seq2SeqTrainer):
@@ -118,7 +118,7 @@ class FineTuningTrainer(Seq2SeqTrainer):
         if unknown := chosen.keys() - {"num_beams"}:
             raise ValueError(f"{', '.join(sorted(unknown))}: evaluation takes num_beams and max_length alone")
         cap = None if length is None else max(2, length - 1)
-        search = asdict(search_options(self.model, max_length=cap, **chosen))
+        search = asdict(self.model.search_options(max_length=cap, **chosen))
         found = self.model.search(inputs["input_ids"], inputs["attention_mask"], **search)
         texts = self.processing_class.batch_decode(inputs["input_ids"], skip_special_tokens=True)
         # A blank line stays blank.

@@ -22,107 +22,28 @@ import transformers
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from tqdm import tqdm
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from hf_vanilla_trm import (
     BATCH_TOKENS,
     WINDOW,
-    BeamSearchOptions,
     DecodingOptions,
     SamplingOptions,
     quantize,
-    saved_options,
-    translate_by_length,
     translate_stream,
 )
 from training.arguments import positive_integer
 from training.launching import cores_of_a_rank, processes_asked_for
-from training.lines import as_line, read_lines
+from training.lines import read_lines
+from training.loading import DTYPES, QUANTIZED, load_for_search
 from training.long_sentences import join_translations
 from training.run_log import weights_digest
-from training.tokenizer import check_vocabulary
 from training.translation_output import FORMATS, OutputFile, StandardOutput, format_of
 from training.translator import Translator
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-QUANTIZED = {"int8_weights": torch.bfloat16, "int8_dynamic": torch.float32}
-"""Kinds of `quantize`, and the precision of all that is not int8 then."""
 
-
-def search_options(model: PreTrainedModel, *, num_beams: int | None = None, **others: Any) -> BeamSearchOptions:
-    """Return how a model searches: as its generation config says, but for what is given here and is not None.
-
-    Args:
-        model: Has a generation config.
-        num_beams: Beams; 1 is greedy search.
-        **others: More fields of `BeamSearchOptions`.
-    """
-    return saved_options(model.generation_config, num_beams=num_beams, **others)
-
-
-def translate_all(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    texts: Sequence[str],
-    options: DecodingOptions,
-    *,
-    batch_tokens: int = BATCH_TOKENS,
-    progress: str | None = None,
-) -> list[str]:
-    """Return the best translation of each text, as one line, in their order, under a progress bar named `progress`."""
-    bar = tqdm(total=len(texts), desc=progress, unit="line", disable=progress is None, leave=False)
-    lines = [""] * len(texts)
-    with bar:
-        for place, found in translate_by_length([model], tokenizer, texts, options, batch_tokens=batch_tokens):
-            lines[place] = as_line(found[0].text)
-            bar.update()
-    return lines
-
-
-def load(
-    folder: str, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load model (in evaluation mode) and tokenizer; code that comes with a model runs only if the user consents.
-
-    Args:
-        folder: A folder, or a Hub id.
-        device: None takes an accelerator if there is one.
-        dtype: Of the weights.
-
-    Raises:
-        OSError: If there is no model.
-        ValueError: If the device is not there, or the tokenizer is of another vocabulary.
-    """
-    try:
-        model = AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=dtype)
-    except OSError as error:
-        raise OSError(f"there is no model in {folder!r}, neither as a folder nor on the Hub ({error})") from error
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    check_vocabulary(model, tokenizer)
-    best_device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
-    try:
-        return model.to(device or best_device).eval(), tokenizer
-    except (AssertionError, RuntimeError) as error:  # what PyTorch raises for a device that is not there
-        raise ValueError(f"device ({device}) cannot be used: {error}") from error
-
-
-def load_for_search(
-    folder: str, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model that has our search, and its tokenizer; see `load`.
-
-    Raises:
-        OSError: If there is no model.
-        ValueError: As `load`, or if the model is of another package.
-    """
-    model, tokenizer = load(folder, device, dtype)
-    if not hasattr(model, "search"):
-        raise ValueError(f"{folder} is a {type(model).__name__}: only models of this package are decoded here")
-    return model, tokenizer
-
-
-def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line, and refuse what does not go together."""
+def make_parser() -> argparse.ArgumentParser:
+    """Make the parser of the command line."""
     parser = argparse.ArgumentParser(description="Translate lines, one line each.", allow_abbrev=False)
     parser.add_argument("--model", required=True, nargs="+", help="folders or Hub ids; several are an ensemble")
     parser.add_argument("--input", type=Path, help="file of source lines (default: standard input)")
@@ -167,6 +88,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         default="fp32",
         help="precision of the weights (default: fp32); int8 is for CPUs",
     )
+    return parser
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line, and refuse what does not go together."""
+    parser = make_parser()
     options = parser.parse_args(arguments)
     if options.n_best > 1 and options.format not in ("nbest", "json"):
         parser.error(f"--n_best {options.n_best} needs --format nbest or json: {options.format} has one for each line")
@@ -197,8 +124,8 @@ def decoding_options(options: argparse.Namespace, model: PreTrainedModel) -> Dec
     names = ("num_beams", "alpha", "max_length_a", "max_length_b", "min_length", "no_repeat_ngram_size")
     given = {name: getattr(options, name) for name in names}
     if not options.sample and given["num_beams"] is None and options.n_best > 1:
-        given["num_beams"] = max(options.n_best, search_options(model).num_beams)
-    chosen = search_options(model, num_hypotheses=None if options.sample else options.n_best, **given)
+        given["num_beams"] = max(options.n_best, model.search_options().num_beams)
+    chosen = model.search_options(num_hypotheses=None if options.sample else options.n_best, **given)
     if not options.sample:
         return chosen
     common = {name: getattr(chosen, name) for name in DecodingOptions.__dataclass_fields__}

@@ -8,9 +8,10 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_vanilla_trm import DecodingOptions, Translation, translate_by_length
+from hf_vanilla_trm import BATCH_TOKENS, DecodingOptions, Translation, translate_by_length
+from training.lines import as_line
 from training.long_sentences import join_translations, split_text
 
 
@@ -132,3 +133,22 @@ def alignments(model: Any, source: Sequence[int], targets: Sequence[Sequence[int
     attention = torch.stack(output.cross_attentions).float().mean(dim=(0, 2))  # (targets, longest, source_length)
     places = attention.argmax(dim=-1).tolist()
     return [row[: len(target)] for row, target in zip(places, targets, strict=True)]
+
+
+def translate_all(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    options: DecodingOptions,
+    *,
+    batch_tokens: int = BATCH_TOKENS,
+    progress: str | None = None,
+) -> list[str]:
+    """Return the best translation of each text, as one line, in their order, under a progress bar named `progress`."""
+    bar = tqdm(total=len(texts), desc=progress, unit="line", disable=progress is None, leave=False)
+    lines = [""] * len(texts)
+    with bar:
+        for place, found in translate_by_length([model], tokenizer, texts, options, batch_tokens=batch_tokens):
+            lines[place] = as_line(found[0].text)
+            bar.update()
+    return lines

@@ -1,0 +1,52 @@
+"""Models and their tokenizers, from a folder or the Hub, ready to translate."""
+
+import torch
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from training.tokenizer import check_vocabulary
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+QUANTIZED = {"int8_weights": torch.bfloat16, "int8_dynamic": torch.float32}
+"""Kinds of `quantize`, and the precision of all that is not int8 then."""
+
+
+def load(
+    folder: str, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load model (in evaluation mode) and tokenizer; code that comes with a model runs only if the user consents.
+
+    Args:
+        folder: A folder, or a Hub id.
+        device: None takes an accelerator if there is one.
+        dtype: Of the weights.
+
+    Raises:
+        OSError: If there is no model.
+        ValueError: If the device is not there, or the tokenizer is of another vocabulary.
+    """
+    try:
+        model = AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=dtype)
+    except OSError as error:
+        raise OSError(f"there is no model in {folder!r}, neither as a folder nor on the Hub ({error})") from error
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    check_vocabulary(model, tokenizer)
+    best_device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+    try:
+        return model.to(device or best_device).eval(), tokenizer
+    except (AssertionError, RuntimeError) as error:  # what PyTorch raises for a device that is not there
+        raise ValueError(f"device ({device}) cannot be used: {error}") from error
+
+
+def load_for_search(
+    folder: str, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a model that has our search, and its tokenizer; see `load`.
+
+    Raises:
+        OSError: If there is no model.
+        ValueError: As `load`, or if the model is of another package.
+    """
+    model, tokenizer = load(folder, device, dtype)
+    if not hasattr(model, "search"):
+        raise ValueError(f"{folder} is a {type(model).__name__}: only models of this package are decoded here")
+    return model, tokenizer
