@@ -13,7 +13,6 @@ from datasets import Dataset
 import training
 from tests.conftest import tiny_model
 from tests.updates import LENGTHS, make_rows
-from training.arguments import RecipeArguments
 from training.evaluation import (
     Evaluator,
     TranslationMetric,
@@ -132,14 +131,15 @@ def test_an_evaluator_scores_every_row_against_its_own_reference(tokenizer):
     targets = [*answers[:5], "another", ""]  # 6 of 7 are what the model says; one row is empty
     split = Dataset.from_dict({"source": sources, "target": targets})
     tokenized, _ = tokenize_pairs(split, tokenizer, Limits(90, 90), drop=False)
-    recipe = RecipeArguments(output_dir="none", max_updates=1, eval_max_rows=2, batch_tokens=300)
     evaluator = Evaluator(
         split,
         tokenized,
         tokenizer,
-        recipe=recipe,
         metric=TranslationMetric(),
         accelerator=Accelerator(cpu=True),
+        batch_tokens=300,
+        eval_batch_tokens=400,
+        num_samples=3,
     )
     assert evaluator.final(model.train())["exact_match"] == pytest.approx(100 * 6 / 7)
-    assert evaluator.during_training(model.train())["exact_match"] == 100
+    assert evaluator.during_training(model.train(), max_rows=2, num_beams=1)["exact_match"] == 100

@@ -18,7 +18,6 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_vanilla_trm import DecodingOptions, translate_by_length
-from training.arguments import RecipeArguments
 from training.batching import Batch, PairCollator, TokenBatchSampler
 from training.lines import as_line
 from training.objective import IGNORED
@@ -217,9 +216,11 @@ class Evaluator:
         split: Raw pairs, columns "source" and "target".
         tokenized: The same rows as token ids, for the loss.
         tokenizer: The model's own.
-        recipe: How to evaluate.
         metric: Scores translations.
         accelerator: Joins the ranks; each works on its share.
+        batch_tokens: Tokens in a batch of the loss, padding included.
+        eval_batch_tokens: Source tokens times beams in a batch that is decoded.
+        num_samples: Translations that are logged at each evaluation.
     """
 
     def __init__(
@@ -228,27 +229,31 @@ class Evaluator:
         tokenized: datasets.Dataset,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        recipe: RecipeArguments,
         metric: TranslationMetric,
         accelerator: Accelerator,
+        batch_tokens: int,
+        eval_batch_tokens: int,
+        num_samples: int,
     ) -> None:
         self.sources, self.references = list(split["source"]), list(split["target"])
         self.tokenizer = tokenizer
-        self.recipe = recipe
         self.accelerator = accelerator
         self.metric = metric
+        self.eval_batch_tokens, self.num_samples = eval_batch_tokens, num_samples
         self.batches = loss_batches(
-            tokenized, tokenizer.pad_token_id, batch_tokens=recipe.batch_tokens, accelerator=accelerator
+            tokenized, tokenizer.pad_token_id, batch_tokens=batch_tokens, accelerator=accelerator
         )
 
-    def during_training(self, model: PreTrainedModel, stop: Callable[[], bool] = never) -> dict[str, Any] | None:
-        """Return the scores that choose the best model: the loss of all rows, the rest of `eval_max_rows` of them.
+    def during_training(
+        self, model: PreTrainedModel, max_rows: int, num_beams: int, stop: Callable[[], bool] = never
+    ) -> dict[str, Any] | None:
+        """Return the scores that choose the best model: the loss of all rows, the rest of at most `max_rows` of them.
 
-        Returns None on every rank if `stop` said so on one before all was done.
+        With 0 as `max_rows`, of all. Returns None on every rank if `stop` said so on one before all was done.
         """
-        rows = spaced_rows(len(self.sources), self.recipe.eval_max_rows or len(self.sources))
+        rows = spaced_rows(len(self.sources), max_rows or len(self.sources))
         with self.accelerator.autocast():
-            return self._evaluate(model, rows, num_beams=self.recipe.eval_beams, stop=stop)
+            return self._evaluate(model, rows, num_beams=num_beams, stop=stop)
 
     def final(self, model: PreTrainedModel, stop: Callable[[], bool] = never) -> dict[str, Any] | None:
         """Return the scores of all rows, decoded as the model's generation config says, and how many they are.
@@ -272,13 +277,13 @@ class Evaluator:
             [self.sources[row] for row in rows],
             model.search_options(num_beams=num_beams),
             accelerator=self.accelerator,
-            batch_tokens=self.recipe.eval_batch_tokens,
+            batch_tokens=self.eval_batch_tokens,
             stop=stop,
         )
         if translations is None:
             return None
         scores |= self.metric.compute(predictions=translations, references=[self.references[row] for row in rows])
-        for index in spaced_rows(len(rows), self.recipe.num_samples):
+        for index in spaced_rows(len(rows), self.num_samples):
             row = rows[index]
             logger.info(
                 "sample\n  source      %s\n  reference   %s\n  translation %s",

@@ -88,11 +88,6 @@ class FineTuningArguments:
     )
     num_samples: int = field(default=3, metadata={"help": "Sample translations printed at the end."})
 
-    @property
-    def batch_tokens(self) -> int:
-        """What `Evaluator` calls the budget of a batch without decoding."""
-        return self.eval_batch_tokens
-
     def __post_init__(self) -> None:
         for name in ("lora_rank", "early_stopping_patience", "num_samples"):
             if getattr(self, name) < 0:
@@ -403,7 +398,14 @@ def prepare(
     )
     evaluators = {
         split: Evaluator(
-            splits[split], tokenized[split], tokenizer, recipe=options, metric=metric, accelerator=trainer.accelerator
+            splits[split],
+            tokenized[split],
+            tokenizer,
+            metric=metric,
+            accelerator=trainer.accelerator,
+            batch_tokens=options.eval_batch_tokens,
+            eval_batch_tokens=options.eval_batch_tokens,
+            num_samples=options.num_samples,
         )
         for split in SCORED
         if split in splits
@@ -558,7 +560,7 @@ def score_best(
         "target_tokens": int(trainer.target_tokens),
         "best": {"update": state.best_global_step, trainer.args.metric_for_best_model or "loss": state.best_metric},
     }
-    return results | score_splits(run, evaluators, model, tokenizer, options)
+    return results | score_splits(run, evaluators, model, tokenizer)
 
 
 def write_best(

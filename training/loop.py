@@ -348,11 +348,11 @@ class TrainingLoop:
 
     def _evaluate(self) -> bool:
         """Evaluate, and save the model as the best if it is; return False if a signal interrupted it."""
-        progress, metric = self.progress, self.recipe.metric_for_best_model
+        progress, recipe, metric = self.progress, self.recipe, self.recipe.metric_for_best_model
         model = self.weights.as_published()
         of_sets = {}
         for name, evaluator in self.evaluators.items():
-            scores = evaluator.during_training(model, self.stop)
+            scores = evaluator.during_training(model, recipe.eval_max_rows, recipe.eval_beams, self.stop)
             if scores is None:
                 return False
             of_sets[name] = scores

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -175,16 +175,7 @@ def prepare(
         kinds = (type(model_arguments), type(data_arguments), type(recipe))
         log.check(all_arguments, defaults=defaults_of(*kinds), allow_changes=recipe.allow_changes)
     metric = make_metric(recipe)
-    stream = PairStream(data_arguments) if data_arguments.streaming else None
-    splits = load_pairs(data_arguments) if stream is None else load_pairs(data_arguments, SPLITS[1:], streaming=True)
-    splits.update(load_further_pairs(data_arguments.further_validation, data_arguments))
-    if data_arguments.tokenizer is not None:
-        tokenizer = load_tokenizer(data_arguments.tokenizer)
-    elif recipe.initial_weights is not None:  # needed once: they may be gone when the run is continued
-        tokenizer = load_tokenizer(str(checkpoints[-1]) if checkpoints else recipe.initial_weights)
-    else:
-        pairs = pairs_for_tokenizer(splits.get("train"), stream, data_arguments.tokenizer_rows)
-        tokenizer = prepare_tokenizer(pairs, data_arguments.vocab_size, log.run, accelerator)
+    splits, stream, tokenizer = read_data(data_arguments, recipe, checkpoints, accelerator, log.run)
     inputs = {f"{name} data": digest for name, digest in fingerprint(splits).items()}
     inputs |= (digest_stream(data_arguments) if stream is not None else {}) | {"tokenizer": tokenizer_digest(tokenizer)}
     if checkpoints and not recipe.allow_changes:
@@ -193,7 +184,14 @@ def prepare(
     tokenized = tokenize_splits(splits, tokenizer, data_arguments, accelerator, keep_training_texts=keep_texts)
     evaluators = {
         split: Evaluator(
-            splits[split], tokenized[split], tokenizer, recipe=recipe, metric=metric, accelerator=accelerator
+            splits[split],
+            tokenized[split],
+            tokenizer,
+            metric=metric,
+            accelerator=accelerator,
+            batch_tokens=recipe.batch_tokens,
+            eval_batch_tokens=recipe.eval_batch_tokens,
+            num_samples=recipe.num_samples,
         )
         for split in splits
         if split != "train"
@@ -219,6 +217,52 @@ def prepare(
         stop=stop,
     )
     return Run(all_arguments, inputs, loop, evaluators)
+
+
+class TrainingData(NamedTuple):
+    """What a run reads.
+
+    Attributes:
+        splits: Pairs by split, without `train` where that is streamed.
+        stream: The pairs to train on, where they are streamed.
+        tokenizer: Of the run.
+    """
+
+    splits: DatasetDict
+    stream: PairStream | None
+    tokenizer: PreTrainedTokenizerBase
+
+
+def read_data(
+    data_arguments: DataArguments,
+    recipe: RecipeArguments,
+    checkpoints: Sequence[Path],
+    accelerator: Accelerator,
+    run: Path,
+) -> TrainingData:
+    """Read the pairs, and the tokenizer, which is trained on them where none is given.
+
+    Args:
+        data_arguments: Where all comes from.
+        recipe: May name initial weights, whose tokenizer is taken.
+        checkpoints: Of the run, the newest last.
+        accelerator: Knows the ranks.
+        run: The run's folder.
+
+    Raises:
+        OSError, ValueError: As for `prepare`.
+    """
+    stream = PairStream(data_arguments) if data_arguments.streaming else None
+    splits = load_pairs(data_arguments) if stream is None else load_pairs(data_arguments, SPLITS[1:], streaming=True)
+    splits.update(load_further_pairs(data_arguments.further_validation, data_arguments))
+    if data_arguments.tokenizer is not None:
+        tokenizer = load_tokenizer(data_arguments.tokenizer)
+    elif recipe.initial_weights is not None:  # needed once: they may be gone when the run is continued
+        tokenizer = load_tokenizer(str(checkpoints[-1]) if checkpoints else recipe.initial_weights)
+    else:
+        pairs = pairs_for_tokenizer(splits.get("train"), stream, data_arguments.tokenizer_rows)
+        tokenizer = prepare_tokenizer(pairs, data_arguments.vocab_size, run, accelerator)
+    return TrainingData(splits, stream, tokenizer)
 
 
 def make_metric(recipe: RecipeArguments) -> TranslationMetric:
@@ -462,7 +506,7 @@ def report(run: Run, reason: str, log: RunLog, peak: int) -> bool:
         "peak_memory_bytes": peak,
         "best": {"update": progress.best_update, recipe.metric_for_best_model: progress.best_metric},
     }
-    scores = score_splits(loop.run, evaluators, model, tokenizer, recipe, loop.stop)
+    scores = score_splits(loop.run, evaluators, model, tokenizer, loop.stop)
     if scores is None:
         return False
     log.results(results | scores)
@@ -475,7 +519,6 @@ def score_splits(
     evaluators: dict[str, Evaluator],
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    recipe: RecipeArguments,
     stop: Callable[[], bool] = never,
 ) -> dict[str, dict[str, Any]] | None:
     """Score whole splits with the best model, write some examples of one of them, and return the scores by split.
@@ -494,19 +537,17 @@ def score_splits(
         logger.info("%s, best model, num_beams %d: %s", split, beams, ", ".join(shown))
     shown_split = next((split for split in SCORED if split in evaluators), None)
     if shown_split is not None and evaluators[shown_split].accelerator.is_main_process:
-        write_examples(run, evaluators[shown_split], model, tokenizer, recipe)
+        write_examples(run, evaluators[shown_split], model, tokenizer)
     return results
 
 
-def write_examples(
-    run: Path, evaluator: Evaluator, model: Any, tokenizer: PreTrainedTokenizerBase, recipe: RecipeArguments
-) -> None:
+def write_examples(run: Path, evaluator: Evaluator, model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
     """Write some sources, references and translations; `python -m training.translate` gives these, byte for byte."""
-    rows = spaced_rows(len(evaluator.sources), recipe.num_samples)
+    rows = spaced_rows(len(evaluator.sources), evaluator.num_samples)
     chosen = [as_line(evaluator.sources[row]) for row in rows]
     references = [as_line(evaluator.references[row]) for row in rows]
     translations = translate_all(
-        model, tokenizer, chosen, model.search_options(), batch_tokens=recipe.eval_batch_tokens
+        model, tokenizer, chosen, model.search_options(), batch_tokens=evaluator.eval_batch_tokens
     )
     for name, lines in (("source", chosen), ("reference", references), ("translation", translations)):
         (run / f"examples.{name}.txt").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
