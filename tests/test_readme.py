@@ -22,8 +22,8 @@ NOT_RUN = {
     "--dataset_name": "it needs the network; the same code loads a local data set in test_data.py",
 }
 # Added to the commands that contain the key, so that they take seconds instead of minutes or an hour.
-TINY = "--max_updates 5 --cooldown_steps 0 --eval_every 1 --eval_max_rows 3 --logging_every 1 --num_beams 2"
-TINY += " --cpu_threads 1"
+TINY = "--max_updates 5 --cooldown_steps 0 --eval_every 1 --save_every 1 --eval_max_rows 3 --logging_every 1"
+TINY += " --num_beams 2 --cpu_threads 1"
 TINY_TUNING = "--max_steps 2 --per_device_train_batch_size 4 --eval_strategy steps --save_strategy steps"
 SHRUNKEN = {
     "make demo": f"VENV={{prefix}} -o {{prefix}}/train DEMO_FLAGS='{TINY} --max_length_b 5'",
