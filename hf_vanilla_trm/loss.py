@@ -166,7 +166,7 @@ def _add_chunks(
             exponentials /= total
             total = torch.ones_like(total)
         difference = exponentials.gather(1, target) - certain * total  # in `sum_dtype`: both may be close to each other
-        by_logits = exponentials  # times `total`, but for the targets
+        by_logits = exponentials  # times `total`
         # By two indices: PyTorch's scatter_ copies a whole bfloat16 tensor there and back on a CPU.
         by_logits[torch.arange(len(target), device=target.device), target.squeeze(1)] = difference.squeeze(1).to(dtype)
         if grad_hidden is not None:

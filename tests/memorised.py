@@ -36,13 +36,17 @@ def memorised(*, updates=None, **changes):
 
     Models with random weights soon repeat one token, whatever the source; comparing them would show little.
     """
-    model, batch = tiny_model(**changes).train(), three_sources()
+    model, batch = tiny_model(**changes), three_sources()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for _ in range(updates or (60 if model.config.embedding_size is None else 200)):
-        optimizer.zero_grad()
-        model(**batch).loss.backward()
-        optimizer.step()
-    model.eval().zero_grad()
-    translations = model.generate(**without_labels(batch), max_new_tokens=10, do_sample=False)
-    assert (translations[:, 1:] == batch["labels"]).float().mean() > 0.8
-    return model
+    for _ in range(5):  # how many updates it takes depends on the rounding of a processor
+        model.train()
+        for _ in range(updates or (60 if model.config.embedding_size is None else 200)):
+            optimizer.zero_grad()
+            model(**batch).loss.backward()
+            optimizer.step()
+        model.eval().zero_grad()
+        translations = model.generate(**without_labels(batch), max_new_tokens=10, do_sample=False)
+        known = translations[:, 1:]
+        if known.shape == batch["labels"].shape and (known == batch["labels"]).float().mean() > 0.8:
+            return model
+    raise AssertionError("the model has not learned to translate the three sources")

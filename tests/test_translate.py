@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 
@@ -623,3 +624,13 @@ def test_every_worker_has_as_many_batches():
     assert batches_by_length(sources, 15) == [[0, 1, 2], [3, 4, 5], [6]]
     assert batches_by_length(sources, 15 * 3 // 4) == [[0, 1], [2, 3], [4, 5], [6]]
     assert batches_by_length({4: [3, 2], 1: [2], 7: [3, 4, 2], 0: [5, 2]}, 4) == [[7], [0, 4], [1]]
+
+
+def test_loading_knows_the_model_in_a_process_that_has_imported_nothing_else(tmp_path, tokenizer):
+    model = tiny_model(vocab_size=len(tokenizer))
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "model")
+    program = f"from training.loading import load; print(type(load({str(tmp_path / 'model')!r}, 'cpu')[0]).__module__)"
+    command = [sys.executable, "-c", program]
+    found = subprocess.run(command, check=False, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert found.stdout.strip() == "hf_vanilla_trm.modeling_vanilla_trm", found.stderr

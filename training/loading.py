@@ -3,6 +3,7 @@
 import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+import hf_vanilla_trm  # noqa: F401  (its import makes the Auto classes know the model)
 from training.tokenizer import check_vocabulary
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
