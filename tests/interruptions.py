@@ -6,6 +6,8 @@ processes and with two, with data at hand and streamed, and writes the table to 
 
 import argparse
 import contextlib
+import faulthandler
+import gc
 import itertools
 import json
 import logging
@@ -14,6 +16,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,21 +85,23 @@ class Killed(BaseException):
 # Training in processes of its own ---------------------------------------------------------------------------------
 
 
-def train(arguments, ranks=1, inject=None, log=os.devnull):
+def train(arguments, ranks=1, inject=None, log=None):
     """Train in forked processes, which need not import anything; return the exit code of each rank.
 
     Args:
         arguments: Of `training.train`.
         ranks: Processes that train together.
         inject: Gives a context to train in, for the number of a rank.
-        log: File for what they print.
+        log: File that what they print is added to.
 
+    What they printed is printed here too where one of them fails or crashes, for pytest to show with a failed test.
     A process that a signal has ended has minus the signal's number for a code. Where one fails, the others are ended,
     as a launcher does.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    log = Path(log) if log is not None else Path(tempfile.mkdtemp(prefix="ranks_")) / "log.txt"
     context = multiprocessing.get_context("fork")
     processes = [
         context.Process(target=_be_a_rank, args=(arguments, rank, ranks, port, inject, log)) for rank in range(ranks)
@@ -112,13 +117,19 @@ def train(arguments, ranks=1, inject=None, log=os.devnull):
                 process.kill()
         time.sleep(0.01)
     codes = [process.exitcode for process in processes]
+    if not set(codes) <= {0, 130, -signal.SIGKILL}:
+        print(f"exit codes {codes}; the log of the ranks:", log.read_text(), sep="\n")
     if all(code == -signal.SIGKILL for code in codes) and inject is None:
         raise TimeoutError(f"still running after {SECONDS_TO_LIVE} s; exit codes {codes}; see {log}")
     return codes
 
 
 def _be_a_rank(arguments, rank, ranks, port, inject, log):
+    # What lies about for the collector is the parent's: a library's threads that it would end do not exist here, and
+    # waiting for them never ends (CTranslate2), or worse.
+    gc.freeze()
     with open(log, "a") as file:
+        faulthandler.enable(file)
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
         sys.stdout, sys.stderr = (os.fdopen(stream, "w", buffering=1, closefd=False) for stream in (1, 2))
