@@ -16,6 +16,7 @@ from huggingface_hub import HfApi, ModelCard
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
+import training.average_checkpoints
 import training.score
 import training.train
 from tests.hub import READER, STRANGER, WRITER, Hub
@@ -366,6 +367,55 @@ def test_only_the_model_that_the_results_are_of_is_published(run, capsys, tmp_pa
     assert "is not a folder" in refusal(capsys, tmp_path / "nothing")
     (run / "results.json").unlink()
     assert "there is no results.json in" in refusal(capsys, run)
+
+
+@pytest.fixture
+def average(run):
+    """The mean of that run's checkpoints, as README makes it."""
+    assert training.average_checkpoints.main(["--run", str(run), "--last", "2", "--output", str(run / "mean")]) == 0
+    return run / "mean"
+
+
+def score(model, data, file):
+    """Write what training.score says of a model on the run's test data."""
+    files = ["--model", model, "--source", data / "test.en", "--reference", data / "test.de", "--output", file]
+    assert training.score.main([*map(str, files), "--bootstrap", "20", "--device", "cpu"]) == 0
+
+
+def test_an_average_of_a_runs_checkpoints_is_published_with_scores_of_its_own(run, average, trained, hub, tmp_path):
+    score(average, trained.parent, tmp_path / "scores.json")
+    given = [*GIVEN, "--scores", str(tmp_path / "scores.json")]
+    assert publish.main(["--model", str(average), "--repo", REPO, *given]) == 0
+    text = ModelCard.load(REPO).content
+    names = [path.name for path in sorted((run / "checkpoints").iterdir())]
+    assert f"whose weights are the mean of 2 checkpoints ({names[0]}, {names[1]})" in text
+    front, result = yaml.safe_load(text.split("---\n")[1]), json.loads((tmp_path / "scores.json").read_text())
+    (entry,) = front["model-index"][0]["results"]  # none of best/
+    assert front["metrics"] == list(result["scores"])
+    assert {metric["type"]: metric["value"] for metric in entry["metrics"]} == {
+        name: score["score"] for name, score in result["scores"].items()
+    }
+    model = AutoModelForSeq2SeqLM.from_pretrained(REPO)
+    means = load_file(average / "model.safetensors")
+    assert all(torch.equal(tensor, means[name]) for name, tensor in model.state_dict().items() if name in means)
+    source = (run / "examples.source.txt").read_text().splitlines()[0]
+    translation = model.translate(source, AutoTokenizer.from_pretrained(average))
+    assert f"model.translate([{source!r}], tokenizer))  # [{translation!r}]" in text
+
+
+def test_an_average_whose_origin_or_scores_are_not_its_own_is_refused(run, average, trained, capsys, tmp_path):
+    assert "give scores of the average itself" in refusal(capsys, average, "--dry-run")
+    score(run / "best", trained.parent, tmp_path / "best.json")
+    capsys.readouterr()
+    assert "are of other weights" in refusal(capsys, average, "--dry-run", "--scores", str(tmp_path / "best.json"))
+    shutil.copytree(run, tmp_path / "other")
+    names = [str(path) for path in (tmp_path / "other" / "checkpoints").iterdir()]
+    assert training.average_checkpoints.main(["--checkpoints", *names, "--output", str(run / "mixed")]) == 0
+    assert "is no mean of checkpoints of this run" in refusal(capsys, run / "mixed", "--dry-run")
+    shutil.copy(run / "best" / "model.safetensors", average)
+    score(average, trained.parent, tmp_path / "new.json")
+    capsys.readouterr()
+    assert "are not those that" in refusal(capsys, average, "--dry-run", "--scores", str(tmp_path / "new.json"))
 
 
 def test_a_model_that_strangers_could_not_load_is_refused(run, capsys):

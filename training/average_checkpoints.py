@@ -1,11 +1,13 @@
 """Average the weights of checkpoints, as section 6.1 of the paper does with the last 5 or 20.
 
 `python -m training.average_checkpoints --run DIR --last 5 --output DIR` averages the newest checkpoints of a run;
-`--checkpoints DIR DIR ...` names them. The output is a folder that the Auto classes load.
+`--checkpoints DIR DIR ...` names them. The output is a folder that the Auto classes load;
+`training.publish` takes it, too, where it is in the folder of the run.
 """
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +17,8 @@ import transformers
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedModel
 
 from hf_vanilla_trm import describe_sharing  # and the Auto classes know the model
-from training.checkpoint import find_checkpoints, save_model_folder
+from training.checkpoint import find_checkpoints, write_folder
+from training.run_log import weights_digest, write_json
 
 logger = logging.getLogger("training")
 
@@ -60,6 +63,22 @@ def average_checkpoints(folders: Sequence[Path]) -> PreTrainedModel:
     return model
 
 
+def save_average(output: Path, model: PreTrainedModel, folders: Sequence[Path]) -> None:
+    """Write a folder that the Auto classes load, with average.json, which says what it is the mean of.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    names = [Path(os.path.relpath(folder.resolve(), output.parent)).as_posix() for folder in folders]
+
+    def write(temporary: Path) -> None:
+        model.save_pretrained(temporary)
+        AutoTokenizer.from_pretrained(folders[0]).save_pretrained(temporary)
+        write_json(temporary / "average.json", {"checkpoints": names, "weights": weights_digest(temporary)})
+
+    write_folder(output, write)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Average and save; return the exit code."""
     logging.basicConfig(format="%(message)s", level=logging.INFO)
@@ -86,10 +105,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         folders = found[-options.last :]
     try:
-        model = average_checkpoints(folders)
+        save_average(options.output.resolve(), average_checkpoints(folders), folders)
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    save_model_folder(options.output.resolve(), model, AutoTokenizer.from_pretrained(folders[0]))
     logger.info("averaged %s into %s", ", ".join(map(str, folders)), options.output)
     return 0
 

@@ -61,15 +61,17 @@ class Run:
     """A finished training run.
 
     Attributes:
-        model: The folder of its best model, which the results are of.
+        model: The folder of the model to publish: best/, or a mean of checkpoints.
         record: run.json.
-        results: results.json.
+        results: results.json, with the scores of best/.
+        average: average.json of a mean of checkpoints; None of best/.
         examples: Some lines of its test or validation data: source, the model's translation, reference.
     """
 
     model: Path
     record: dict[str, Any]
     results: dict[str, Any]
+    average: dict[str, Any] | None
     examples: list[tuple[str, str, str]]
 
     @property
@@ -79,8 +81,15 @@ class Run:
 
     @property
     def scores(self) -> dict[str, dict[str, Any]]:
-        """The scores by split, test before validation."""
+        """The run's own scores of the model by split, test before validation; a mean of checkpoints has none."""
+        if self.average:
+            return {}
         return {split: self.results[split] for split in ("test", "validation") if split in self.results}
+
+    @property
+    def weights(self) -> str | None:
+        """The digest of the weights that the run or the averaging recorded."""
+        return (self.average or self.results).get("weights")
 
     @property
     def began_with_weights(self) -> bool:
@@ -96,11 +105,11 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """Read a run from its folder or from that of its best model.
+    """Read a run from its folder, from that of its best model, or from that of a mean of its checkpoints.
 
     Raises:
         FileNotFoundError: If there is no such folder, or no finished run.
-        ValueError: If the results are not this model's.
+        ValueError: If the results are not this model's, or it is no mean of this run's checkpoints.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"model ({folder}) is not a folder")
@@ -109,8 +118,7 @@ def read_run(folder: Path) -> Run:
     for name in ("run.json", "results.json"):
         if not (run / name).exists():
             raise FileNotFoundError(f"there is no {name} in {run}: give the folder of a finished run, or its best/")
-    if folder not in (run, run / "best"):
-        raise ValueError(f"the results in {run} are those of best/, not of {folder.name}/: publish {run / 'best'}")
+    average = read_average(folder) if folder not in (run, run / "best") else None
     record, results = (json.loads((run / name).read_text("utf-8")) for name in ("run.json", "results.json"))
     if results["command"] != record["sessions"][-1]["command"]:
         raise ValueError(f"results.json in {run} was not written by the run that run.json describes")
@@ -120,7 +128,25 @@ def read_run(folder: Path) -> Run:
             with (run / f"examples.{name}.txt").open("rb") as file:
                 columns.append(list(read_lines(file, f"examples.{name}.txt")))
     examples = list(zip(*columns, strict=True)) if len(columns) == 3 else []
-    return Run(run / "best", record, results, examples)
+    return Run(folder if average else run / "best", record, results, average, examples)
+
+
+def read_average(folder: Path) -> dict[str, Any]:
+    """Read average.json, which `training.average_checkpoints` writes.
+
+    Raises:
+        ValueError: If there is none, or it names checkpoints of another run than that around the folder.
+    """
+    run, file = folder.parent, folder / "average.json"
+    if not file.exists():
+        raise ValueError(
+            f"the results in {run} are those of best/, not of {folder.name}/: publish {run / 'best'}, or what "
+            "training.average_checkpoints has written there"
+        )
+    average = json.loads(file.read_text("utf-8"))
+    if others := [name for name in average["checkpoints"] if not name.startswith("checkpoints/")]:
+        raise ValueError(f"{folder} is no mean of checkpoints of this run: it has {others[0]} in it")
+    return average
 
 
 def read_scored(run: Run, files: Sequence[Path]) -> list[dict[str, Any]]:
@@ -160,7 +186,8 @@ def render_card(run: Run, options: argparse.Namespace) -> ModelCard:
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
     try:
         holes = jinja2.meta.find_undeclared_variables(environment.parse(text))
-        empty = [hole for hole in (*OPTIONS, *sorted(holes - OPTIONAL)) if values.get(hole) in (None, "", [])]
+        optional = OPTIONAL | ({"results", "signatures"} if run.average else set())
+        empty = [hole for hole in (*OPTIONS, *sorted(holes - optional)) if values.get(hole) in (None, "", [])]
         # What an option fills comes first: without it, other holes have nothing to be filled with.
         if named := [f"{hole} (give {OPTIONS[hole]})" for hole in empty if hole in OPTIONS] or empty:
             raise ValueError(f"{CARD.name} has holes that this run does not fill: {', '.join(dict.fromkeys(named))}")
@@ -173,6 +200,11 @@ def card_values(run: Run, options: argparse.Namespace) -> dict[str, Any]:
     """Return all that a card can say, by the names of the template's holes; None where nobody knows."""
     arguments, results, config = run.arguments, run.results, run.record["resolved"]["model"]
     scored = read_scored(run, options.scores)
+    if run.average and not scored:
+        raise ValueError(
+            f"the scores in results.json are those of best/: give scores of the average itself, --scores FILE, that "
+            f"`python -m training.score --model {run.model} ... --output FILE` writes"
+        )
     languages = options.language or languages_of(arguments)
     datasets = options.datasets or datasets_of(arguments)
     base_model = (options.base_model or run.record["resolved"].get("base_model")) if run.began_with_weights else None
@@ -192,6 +224,8 @@ def card_values(run: Run, options: argparse.Namespace) -> dict[str, Any]:
         "base_model": base_model,
         "origin": origin_of(run, base_model),
         "scored": "\n\n".join(map(describe, scored)),
+        "results": None,
+        "signatures": None,
         "method": method_of(run),
         **{name: f"{results[name]:,}" for name in ("parameters", "updates", "epochs", "target_tokens", "minutes")},
         "max_source_length": arguments["max_source_length"],
@@ -251,7 +285,11 @@ def metadata(run: Run, values: dict[str, Any], scored: Sequence[dict[str, Any]])
         pipeline_tag="translation",
         tags=["vanilla_trm", "hf_vanilla_trm", "attention-is-all-you-need"],
         datasets=values["datasets"],
-        metrics=list(dict.fromkeys([*METRICS, *(metric for result in scored for metric in result["scores"])])),
+        metrics=list(
+            dict.fromkeys(
+                [*(METRICS if run.scores else ()), *(metric for result in scored for metric in result["scores"])]
+            )
+        ),
         model_name=values["name"],
         base_model=values["base_model"],
         eval_results=results,
@@ -325,6 +363,9 @@ def example_of(run: Run) -> tuple[str, str]:
 
 def choice_of(run: Run) -> str:
     """Return which of the run's models this is."""
+    if run.average:
+        names = [name.removeprefix("checkpoints/") for name in run.average["checkpoints"]]
+        return f"whose weights are the mean of {len(names)} checkpoints ({', '.join(names)})"
     best = run.results["best"]["update"]
     decay = run.arguments.get("ema_decay")
     average = f", as a moving average of the weights (decay {decay})" if decay else ""

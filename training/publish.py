@@ -7,6 +7,7 @@ is visible before the commit, and what has been uploaded already is not sent aga
 """
 
 import argparse
+import dataclasses
 import hashlib
 import json
 import os
@@ -66,11 +67,23 @@ def read_model(run: Run) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
     Raises:
         OSError: If it cannot be loaded.
-        ValueError: If its weights are others than those that the results are of.
+        ValueError: If its weights are others than those that the results are of, or that were averaged.
     """
-    if run.results.get("weights") != weights_digest(run.model):
+    if run.weights != weights_digest(run.model):
         raise ValueError(f"the weights in {run.model} are not those that the results are of")
     return load(str(run.model), "cpu")
+
+
+def translate_examples(run: Run, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Run:
+    """Return the run with the model's own translations of the examples, where the run's are those of best/."""
+    if not run.average:
+        return run
+    translations = translate_all(model, tokenizer, [source for source, *_ in run.examples], model.search_options())
+    examples = [
+        (source, translation, reference)
+        for (source, _, reference), translation in zip(run.examples, translations, strict=True)
+    ]
+    return dataclasses.replace(run, examples=examples)
 
 
 # The upload --------------------------------------------------------------------------------------------------------
@@ -241,7 +254,9 @@ def show(files: dict[str, Path], card: ModelCard, options: argparse.Namespace) -
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description="Publish a trained model on the Hub.", allow_abbrev=False)
-    parser.add_argument("--model", type=Path, required=True, help="folder of a finished run, or its best/")
+    parser.add_argument(
+        "--model", type=Path, required=True, help="folder of a finished run, its best/, or a mean of its checkpoints"
+    )
     parser.add_argument("--repo", type=_repo, required=True, help="USER/NAME on the Hub; made if it is not there")
     parser.add_argument("--private", action="store_true", help="make the repository private if it is new")
     parser.add_argument("--revision", help="branch, or ref of a pull request, to commit to (default: main)")
@@ -284,8 +299,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         run = read_run(options.model)
         check_code(run.model)
-        card, files = render_card(run, options), files_of(run.model)
+        render_card(run, options)  # what it refuses, it refuses before the model is loaded
         model, tokenizer = read_model(run)
+        run = translate_examples(run, model, tokenizer)
+        card, files = render_card(run, options), files_of(run.model)
         show(files, card, options)
         if options.dry_run:
             print(f"\n{card}")

@@ -187,7 +187,7 @@ class RunLog:
             axes.set(xlabel="update", title=title)
             axes.grid(alpha=0.3)
             if axes.lines:
-                axes.legend()
+                axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3)  # below: it hides no curve
         temporary = self.run / ".curves.png"
         figure.savefig(temporary, dpi=110, format="png")
         os.replace(temporary, self.run / "curves.png")
