@@ -12,7 +12,7 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # type: ignore[attr-defined]
 
-from .configuration_vanilla_trm import PARAMETER_SHARING_MODES, VanillaTrmConfig, describe_sharing
+from .configuration_vanilla_trm import PARAMETER_SHARING_MODES, VanillaTrmConfig, arrangement_of, describe_sharing
 from .conversion import from_marian, load_torch_weights, to_marian
 from .ctranslate2_export import export_ctranslate2, vocabularies_of
 from .decoding import BeamSearchOptions, DecodingOptions, Hypothesis, SamplingOptions
@@ -64,6 +64,7 @@ __all__ = [
     "VanillaTrmForSequenceClassification",
     "VanillaTrmModel",
     "VanillaTrmPreTrainedModel",
+    "arrangement_of",
     "custom_generate",
     "describe_sharing",
     "export_ctranslate2",

@@ -46,8 +46,10 @@ class DecodingOptions:
                 raise ValueError(f"{name} ({getattr(self, name)}) must be at least {least}, and finite")
         if min(self.forbidden_tokens, default=0) < 0:
             raise ValueError(f"forbidden_tokens ({self.forbidden_tokens}) must not hold a negative number")
-        if self.max_length is not None and not self.max_length > self.min_length:
-            raise ValueError(f"max_length ({self.max_length}) must be more than min_length ({self.min_length})")
+        if self.max_length is not None and not self.max_length >= max(1, self.min_length):
+            raise ValueError(
+                f"max_length ({self.max_length}) must be at least 1 and at least min_length ({self.min_length})"
+            )
 
     @property
     def num_beams(self) -> int:
@@ -90,8 +92,10 @@ class BeamSearchOptions(DecodingOptions):
         super().__post_init__()
         if not self.num_beams >= self.num_hypotheses:
             raise ValueError(f"num_beams ({self.num_beams}) must be at least num_hypotheses ({self.num_hypotheses})")
-        if not self.alpha >= 0:
-            raise ValueError(f"alpha ({self.alpha}) must be at least 0: else no search could know when to end")
+        if not 0 <= self.alpha < float("inf"):
+            raise ValueError(
+                f"alpha ({self.alpha}) must be at least 0, else no search could know when to end, and finite"
+            )
 
     def begin(self, task: "Task", generator: torch.Generator | None) -> "_Search":
         """See `DecodingOptions.begin`; nothing is drawn."""

@@ -679,7 +679,8 @@ class VanillaTrmModel(VanillaTrmPreTrainedModel):
     """Encoder and decoder without a head (figure 1)."""
 
     def __init__(self, config: VanillaTrmConfig) -> None:
-        super().__init__(config_for(config, is_encoder_decoder=True))
+        config = config_for(config, is_encoder_decoder=True)
+        super().__init__(config)
         self._tied_weights_keys = {}
         if config.share_encoder_decoder_embeddings:
             self.shared = nn.Embedding(config.vocab_size, config.embedding_width)

@@ -110,6 +110,8 @@ def search_by_length(
     Raises:
         ValueError: As `VanillaTrmForConditionalGeneration.search`.
     """
+    if not sources:
+        return
     batches = batches_by_length(sources, max(1, batch_tokens // options.num_beams))
     workers = 1
     if models[0].device.type == "cpu" and not isinstance(options, SamplingOptions) and not is_watched():

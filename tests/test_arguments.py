@@ -131,6 +131,10 @@ def test_a_run_that_nothing_stops_is_refused(capsys):
         ("label_smoothing", 1, "must be below 1"),
         ("adam_beta2", 1, "must be below 1"),
         ("keep_checkpoints", -2, "must not be negative"),
+        ("learning_rate", "inf", "must be a finite number"),
+        ("max_length_a", "inf", "must be a finite number"),
+        ("alpha", -1, "must be at least 0"),
+        ("alpha", "nan", "must be at least 0"),
     ],
 )
 def test_a_value_out_of_range_is_refused_with_the_value(capsys, name, value, rule):

@@ -352,7 +352,9 @@ def test_an_ensemble_searches_the_mean_of_its_members_probabilities(batch):
         (lambda: SamplingOptions(top_p=0), r"top_p \(0\) must be more than 0 and at most 1"),
         (lambda: SamplingOptions(num_hypotheses=0), r"num_hypotheses \(0\) must be at least 1"),
         (lambda: BeamSearchOptions(max_length_a=float("inf")), r"max_length_a \(inf\) must be at least 0, and finite"),
-        (lambda: BeamSearchOptions(max_length=3, min_length=3), r"max_length \(3\) must be more than min_length \(3\)"),
+        (lambda: BeamSearchOptions(alpha=float("inf")), r"alpha \(inf\) must be at least 0, .* and finite"),
+        (lambda: BeamSearchOptions(max_length=2, min_length=3), r"max_length \(2\) .*at least min_length \(3\)"),
+        (lambda: BeamSearchOptions(max_length=0), r"max_length \(0\) must be at least 1"),
     ],
 )
 def test_options_out_of_range_are_refused(options, message):
@@ -382,6 +384,7 @@ COMMON = {"max_new_tokens": 8, "return_dict_in_generate": True, "output_scores":
         {"num_beams": 3, "length_penalty": 0.0, "early_stopping": "never"},
         {"num_beams": 4, "length_penalty": 0.0, "early_stopping": "never", "num_return_sequences": 2},
         {"num_beams": 3, "length_penalty": 0.0, "early_stopping": "never", "min_new_tokens": 4},
+        {"num_beams": 3, "length_penalty": 0.0, "early_stopping": "never", "min_new_tokens": 8},  # and no more
     ],
     ids=lambda settings: ", ".join(f"{name} {value}" for name, value in settings.items()),
 )

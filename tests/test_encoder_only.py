@@ -14,6 +14,7 @@ from hf_vanilla_trm import (
     VanillaTrmEncoderModel,
     VanillaTrmForConditionalGeneration,
     VanillaTrmForSequenceClassification,
+    VanillaTrmModel,
 )
 from tests.conftest import spread_weights, tiny_config, tiny_model
 from training.tokenizer import train_tokenizer
@@ -62,6 +63,21 @@ def test_an_encoder_saved_by_itself_comes_back_by_every_auto_class(tmp_path, bat
     assert type(translation) is VanillaTrmForConditionalGeneration
     assert translation.config.is_encoder_decoder
     assert torch.equal(translation.get_encoder()(**{k: batch[k] for k in ("input_ids", "attention_mask")})[0], expected)
+
+
+def test_an_encoder_alone_may_share_more_layers_than_a_decoder_has(tmp_path, batch):
+    shared = {"parameter_sharing": "all", "num_unique_layers": 4, "is_encoder_decoder": False}
+    encoder = spread_weights(VanillaTrmEncoderModel(tiny_config(encoder_layers=8, decoder_layers=2, **shared))).eval()
+    encoder.save_pretrained(tmp_path)
+    inputs = (batch["input_ids"], batch["attention_mask"])
+    loaded = AutoModel.from_pretrained(tmp_path)
+    assert torch.equal(loaded(*inputs).last_hidden_state, encoder(*inputs).last_hidden_state)
+
+
+def test_a_model_made_of_an_encoders_config_has_one_config():
+    model = VanillaTrmModel(tiny_config(is_encoder_decoder=False))
+    assert model.encoder.config is model.decoder.config is model.config
+    assert model.config.is_encoder_decoder
 
 
 def test_the_encoder_takes_embeddings_and_resizes_like_the_whole_model(batch):

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 import training.loop
 from tests.conftest import tiny_model
 from tests.interruptions import Setting, arguments_of, equal_weights, make_data, metrics, train
-from training.checkpoint import fault_of, find_checkpoints, repair
+from training.checkpoint import fault_of, find_checkpoints, load_checkpoint, repair
 from training.loading import load
 from training.objective import accumulate_gradient
 from training.tokenizer import train_tokenizer
@@ -320,15 +320,39 @@ def test_initial_weights_begin_a_run_and_are_refused_if_they_are_of_another_mode
         torch.testing.assert_close(begun[name], tensor, rtol=0, atol=1e-9)
     codes, text = start(data, tmp_path / "wider", *first, "--d_ff", 32)
     assert codes == [1]
-    assert (
-        "of another architecture: model.decoder.layers.0.feed_forward.fc1.bias has shape (24,) there and (32,)" in text
-    )
+    assert "are of different architectures: d_ff is 24 there and 32 here" in text
+    codes, text = start(data, tmp_path / "heads", *first, "--num_attention_heads", 4)  # the shapes are the same
+    assert codes == [1]
+    assert "are of different architectures: num_attention_heads is 2 there and 4 here" in text
     words = train_tokenizer(["abc"] * 3, vocab_size=300)
     words.add_tokens([f"word{number}" for number in range(300)])
     words.save_pretrained(tmp_path / "words")
     codes, text = start(data, tmp_path / "other", *first, "--tokenizer", tmp_path / "words")
     assert codes == [1]
     assert "the tokenizer has ids up to" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--num_attention_heads=4", "num_attention_heads is 2 there and 4 here"),
+        ("--d_model=32", "d_model is 16 there and 32 here"),
+    ],
+)
+def test_a_run_is_not_continued_with_another_architecture_even_if_changes_are_allowed(data, copy, flag, message):
+    codes, text = start(data, copy, flag, "--allow_changes", "--keep_checkpoints", 0)
+    assert codes == [1]
+    assert f"update-12 and the model to train are of different architectures: {message}" in text
+    assert find_checkpoints(copy)[-1].name == "update-12"
+
+
+def test_a_checkpoint_is_not_loaded_at_other_depths(copy, tmp_path):
+    """Tensors of the same names and shapes, of which other depths make use."""
+    shared = {"parameter_sharing": "all", "num_unique_layers": 2, "encoder_layers": 4, "decoder_layers": 4}
+    tiny_model(sharing_order="sequence", **shared).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"sharing_order 'sequence'.* there, .*sharing_order 'cycle'.* here"):
+        load_checkpoint(tmp_path, tiny_model(sharing_order="cycle", **shared))
 
 
 def test_a_warning_of_repair_names_the_fault(copy, caplog):

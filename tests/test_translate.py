@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -34,6 +35,7 @@ from training.loading import load
 from training.long_sentences import join_translations, split_text
 from training.tokenizer import train_tokenizer
 from training.translate import main
+from training.translation_output import OutputFile
 from training.translator import translate_all
 
 LINES = ["Buch", "Zwei Kinder spielen im Park .", "Eine Frau liest", "die Wiese", "Hund und Kinder im Buch ; Park"]
@@ -435,6 +437,20 @@ def test_an_interrupted_run_is_continued_where_it_was(interrupted, tmp_path, mon
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.txt", "out"]
 
 
+def test_a_crash_while_the_file_gets_its_name_loses_nothing(tmp_path, monkeypatch):
+    with OutputFile(tmp_path / "out", {"model": "one"}, resume=False) as output:
+        output.write("eins\n", [("one", "")])
+        monkeypatch.setattr(os, "replace", mock.Mock(side_effect=SystemExit))
+        with pytest.raises(SystemExit):
+            output.finish()
+    monkeypatch.undo()
+    with OutputFile(tmp_path / "out", {"model": "one"}, resume=True) as output:
+        assert output.lines_done == 1
+        output.finish()
+    assert (tmp_path / "out").read_text() == "eins\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
 def test_what_was_interrupted_is_not_lost_or_mixed_with_something_else(interrupted, tmp_path, capsys):
     arguments, expected, _ = interrupted
     assert main(arguments) == 1
@@ -584,6 +600,10 @@ def threads_of(monkeypatch):
 
     monkeypatch.setattr(translation, "search", spy)
     return idents
+
+
+def test_no_source_has_no_translation():
+    assert list(search_by_length([tiny_model()], {}, BeamSearchOptions())) == []
 
 
 def test_batches_on_several_threads_give_what_one_gives(model, tokenizer, four_threads, monkeypatch):

@@ -73,3 +73,12 @@ def test_the_state_of_an_optimizer_survives():
     other.step()
     for parameter, expected in zip(twin.parameters(), model.parameters(), strict=True):
         assert torch.equal(parameter, expected)
+
+
+def test_an_optimizer_keeps_its_own_settings_beside_another_state():
+    """Those of a continued run may have been changed."""
+    model = tiny_model()
+    other = torch.optim.Adam(model.parameters(), lr=0.1, betas=(0.8, 0.999), eps=1e-6)
+    load_optimizer_state(other, whole_optimizer_state(torch.optim.Adam(model.parameters(), lr=0.2)))
+    (group,) = other.param_groups
+    assert (group["lr"], group["betas"], group["eps"]) == (0.1, (0.8, 0.999), 1e-6)

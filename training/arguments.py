@@ -7,6 +7,7 @@ defaults and a flag beats both. A key of the file that is not an argument stops 
 import argparse
 import dataclasses
 import difflib
+import math
 import re
 import sys
 from collections.abc import Sequence, Set
@@ -16,6 +17,8 @@ from typing import Any, Literal
 
 import yaml
 from transformers import HfArgumentParser
+
+from hf_vanilla_trm import BeamSearchOptions
 
 
 @dataclass
@@ -253,10 +256,18 @@ class RecipeArguments:
         for name, value in vars(self).items():
             if not isinstance(value, int | float) or name == "alpha":
                 continue
+            if not value < math.inf:
+                raise ValueError(f"{name} ({value}) must be a finite number")
             if name in may_be_zero and not value >= 0:
                 raise ValueError(f"{name} ({value}) must not be negative")
             if name not in may_be_zero and not isinstance(value, bool) and not value > 0:
                 raise ValueError(f"{name} ({value}) must be greater than 0")
+        BeamSearchOptions(
+            num_beams=self.num_beams,
+            alpha=self.alpha,
+            max_length_a=self.max_length_a,
+            max_length_b=self.max_length_b,
+        )  # now, and not at the first evaluation
         for name in ("label_smoothing", "adam_beta1", "adam_beta2", "ema_decay"):
             if not getattr(self, name) < 1:
                 raise ValueError(f"{name} ({getattr(self, name)}) must be below 1")

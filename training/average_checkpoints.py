@@ -16,7 +16,8 @@ import torch
 import transformers
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedModel
 
-from hf_vanilla_trm import describe_sharing  # and the Auto classes know the model
+import hf_vanilla_trm  # noqa: F401  (its import makes the Auto classes know the model)
+from training.architecture import check_architecture
 from training.checkpoint import find_checkpoints, write_folder
 from training.run_log import weights_digest, write_json
 
@@ -32,7 +33,7 @@ def average_checkpoints(folders: Sequence[Path]) -> PreTrainedModel:
         folders: Folders that `from_pretrained` loads, in any order.
 
     Raises:
-        ValueError: If there are no folders, or one holds other parameters than the first or uses them at other depths.
+        ValueError: If there are no folders, or one is of another architecture than the first.
     """
     if not folders:
         raise ValueError("there is nothing to average: no checkpoint is given")
@@ -40,22 +41,8 @@ def average_checkpoints(folders: Sequence[Path]) -> PreTrainedModel:
     sums = {name: parameter.detach().double() for name, parameter in model.named_parameters()}
     for folder in folders[1:]:
         other_model = AutoModelForSeq2SeqLM.from_pretrained(folder)
-        if other_model.arrangement != model.arrangement:
-            raise ValueError(
-                f"{folder} has {describe_sharing(other_model.config.to_dict())}, and {folders[0]} "
-                f"{describe_sharing(model.config.to_dict())}: they are not one run's"
-            )
-        other = dict(other_model.named_parameters())
-        different = [
-            name
-            for name in sorted(sums.keys() | other.keys())
-            if name not in sums or name not in other or sums[name].shape != other[name].shape
-        ]
-        if different:
-            raise ValueError(
-                f"{folder} and {folders[0]} differ in the parameter {different[0]}: they are not one run's"
-            )
-        for name, parameter in other.items():
+        check_architecture(other_model.config, model.config, str(folder), str(folders[0]))
+        for name, parameter in other_model.named_parameters():
             sums[name] += parameter.detach().double()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -19,6 +19,8 @@ import torch
 from safetensors.torch import load_file, load_model, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_vanilla_trm import VanillaTrmConfig
+from training.architecture import check_architecture
 from training.batching import Position
 from training.digest import digest_of_file
 
@@ -121,7 +123,12 @@ def save_checkpoint(
 
 
 def load_checkpoint(folder: Path, model: PreTrainedModel) -> Checkpoint:
-    """Load a checkpoint's weights into `model`, and return the rest."""
+    """Load a checkpoint's weights into `model`, and return the rest.
+
+    Raises:
+        ValueError: If they are of another architecture.
+    """
+    check_architecture(VanillaTrmConfig.from_pretrained(folder), model.config, str(folder), "the model to train")
     load_model(model, folder / "model.safetensors")
     state = json.loads((folder / STATE_FILE).read_text())
     average = folder / AVERAGE_FILE

@@ -20,7 +20,8 @@ from datasets import Dataset, DatasetDict
 from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_vanilla_trm import VanillaTrmConfig, VanillaTrmForConditionalGeneration, describe_sharing
+from hf_vanilla_trm import VanillaTrmConfig, VanillaTrmForConditionalGeneration
+from training.architecture import check_architecture
 from training.arguments import (
     DataArguments,
     ModelArguments,
@@ -463,21 +464,9 @@ def copy_weights(initial: PreTrainedModel, model: PreTrainedModel, name: str) ->
         name: What a message calls `initial`.
 
     Raises:
-        ValueError: If the models differ in a parameter, or use parameters at other depths.
+        ValueError: If the models are of different architectures.
     """
-    given, wanted = ({key: tuple(value.shape) for key, value in one.named_parameters()} for one in (initial, model))
-    different = [key for key in sorted(given.keys() | wanted.keys()) if given.get(key) != wanted.get(key)]
-    if different:
-        key = different[0]
-        raise ValueError(
-            f"initial_weights ({name}) are of another architecture: {key} has shape {given.get(key)} there and "
-            f"{wanted.get(key)} in the model to train"
-        )
-    if getattr(initial, "arrangement", None) != model.arrangement:
-        raise ValueError(
-            f"initial_weights ({name}) have {describe_sharing(initial.config.to_dict())}, and the model to train "
-            f"{describe_sharing(model.config.to_dict())}"
-        )
+    check_architecture(initial.config, model.config, f"initial_weights ({name})", "the model to train")
     model.load_state_dict(initial.state_dict())
 
 

@@ -117,7 +117,7 @@ class FineTuningTrainer(Seq2SeqTrainer):
         length = chosen.pop("max_length", None)
         if unknown := chosen.keys() - {"num_beams"}:
             raise ValueError(f"{', '.join(sorted(unknown))}: evaluation takes num_beams and max_length alone")
-        cap = None if length is None else max(2, length - 1)
+        cap = None if length is None else max(1, length - 1)
         search = asdict(self.model.search_options(max_length=cap, **chosen))
         found = self.model.search(inputs["input_ids"], inputs["attention_mask"], **search)
         texts = self.processing_class.batch_decode(inputs["input_ids"], skip_special_tokens=True)

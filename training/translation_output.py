@@ -194,8 +194,8 @@ class OutputFile(contextlib.AbstractContextManager):
     def finish(self) -> None:
         """Give the file its name."""
         self.file.close()
-        self.state_file.unlink(missing_ok=True)
         os.replace(self.partial, self.path)
+        self.state_file.unlink(missing_ok=True)  # last: without it the partial file would begin anew
 
 
 def _as_bytes(pair: Pair) -> bytes:

@@ -120,7 +120,11 @@ def whole_optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load what `whole_optimizer_state` returned into an optimizer whose parameters may be divided."""
+    """Load the moments of what `whole_optimizer_state` returned into an optimizer whose parameters may be divided.
+
+    Its settings stay what it was made with: the arguments of a continued run may have changed.
+    """
+    settings = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     moments = copy.copy(state["state"])
     for number, of_parameter in moments.items():
@@ -130,6 +134,8 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
             for name, value in of_parameter.items()
         }
     optimizer.load_state_dict({**state, "state": moments})
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)
 
 
 def _on_host(value: Any) -> Any:
