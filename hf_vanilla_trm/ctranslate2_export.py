@@ -11,7 +11,7 @@ from .conversion import to_marian
 from .generation import forbidden_tokens
 
 IMPOSSIBLE = -1e9
-"""Added to the logit of a token that is never generated; still a number in every precision of CTranslate2's biases."""
+"""Added to the logit of a token that is never generated; in float16 it is minus infinity, to the same effect."""
 
 
 def export_ctranslate2(
@@ -34,7 +34,8 @@ def export_ctranslate2(
         tokenizer: The model's own.
         folder: Is made; files of an earlier export are replaced.
         quantization: A type of CTranslate2's weights, as "float32", "int8", "int8_float32", "int16" or "float16".
-        max_position_embeddings: The longest source or translation; by default that of the model's config.
+        max_position_embeddings: The longest source or translation; by default that of the model's config, and always
+            for a `MarianMTModel`.
 
     Raises:
         ImportError: CTranslate2 is not installed.

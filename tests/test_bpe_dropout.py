@@ -150,7 +150,11 @@ def test_a_tokenizer_of_another_kind_is_refused_by_name(tokenizer):
     finds_special.split_special_tokens = False
     of_words = with_merges(("a", "b"))
     of_words.backend_tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    few_bytes = Tokenizer(models.BPE({"a": 0, "</s>": 1}, []))
+    few_bytes.pre_tokenizer = pre_tokenizers.ByteLevel()
+    few_bytes = PreTrainedTokenizerFast(tokenizer_object=few_bytes, eos_token="</s>", split_special_tokens=True)
     for other, said in (
+        (few_bytes, "lacks 255 of the 256 bytes"),
         (PreTrainedTokenizerFast(tokenizer_object=unigram, eos_token="a"), "Unigram"),
         (lower, "Lowercase"),
         (finds_special, "split_special_tokens is False"),

@@ -162,7 +162,7 @@ def test_our_own_goes_out_to_onnx_and_torch_export_and_a_marian_only_by_way_of_o
         (["--to=vanilla_trm"], "is a vanilla_trm already"),
         (["--to=marian", "--output={ours}"], "is there already"),
         (["--to=marian", "--model=nowhere"], "there is no model in 'nowhere'"),
-        (["--to=ctranslate2", "--quantization=int4"], r"quantization \('int4'\) must be one of"),
+        (["--to=ctranslate2", "--quantization=int4"], r"error: quantization \('int4'\) must be one of"),
     ],
 )
 def test_what_cannot_be_is_refused(tmp_path, capsys, flags, message):

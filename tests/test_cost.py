@@ -7,6 +7,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
+import training.cost
 from hf_vanilla_trm import VanillaTrmForConditionalGeneration
 from tests.conftest import tiny_config
 from training.cost import (
@@ -78,6 +79,14 @@ def test_the_paper_s_models_have_the_paper_s_sizes():
     sizes = {"vocab_size": 37000, "encoder_layers": 6, "decoder_layers": 6}
     assert count_parameters(tiny_config(**sizes, d_model=512, d_ff=2048, num_attention_heads=8)) == 63_045_632
     assert count_parameters(tiny_config(**sizes, d_model=1024, d_ff=4096, num_attention_heads=16)) == 214_171_648
+
+
+@pytest.mark.parametrize("flag", ["--teraflops", "--utilisation", "--gigabytes_per_second"])
+@pytest.mark.parametrize("value", ["0", "-1", "inf", "nan"])
+def test_hardware_that_cannot_be_is_refused(capsys, flag, value):
+    with pytest.raises(SystemExit):
+        training.cost.main(["--config", "training/configs/demo.yaml", f"{flag}={value}"])
+    assert f"{float(value)} must be above 0, and finite" in capsys.readouterr().err
 
 
 def test_time_falls_with_cards_until_the_link_is_the_limit():

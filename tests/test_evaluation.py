@@ -17,6 +17,7 @@ from training.evaluation import (
     Evaluator,
     TranslationMetric,
     evaluate_loss,
+    lower_is_better,
     spaced_rows,
     translate_on_all_ranks,
 )
@@ -143,3 +144,11 @@ def test_an_evaluator_scores_every_row_against_its_own_reference(tokenizer):
     )
     assert evaluator.final(model.train())["exact_match"] == pytest.approx(100 * 6 / 7)
     assert evaluator.during_training(model.train(), max_rows=2, num_beams=1)["exact_match"] == 100
+
+
+@pytest.mark.parametrize(
+    ("name", "lower"),
+    [("loss", True), ("ter", True), ("character", True), ("charcut_mt", True), ("bleu", False), ("chrf", False)],
+)
+def test_of_errors_less_is_better(name, lower):
+    assert lower_is_better(name) == lower

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from transformers import (
 )
 
 import training.finetune
+import training.launching
 from tests.conftest import tiny_model
 from tests.hub import WRITER, Hub
 from tests.launch import CLONE, PYTHON, TWO_RANKS, run
@@ -116,8 +118,9 @@ def plots(monkeypatch):
 
 
 @pytest.fixture
-def finetune(data, base, tmp_path):
-    """Returns a function that fine-tunes in this process; flags come last and win."""
+def finetune(data, base, tmp_path, monkeypatch):
+    """Returns a function that fine-tunes in this process, on one thread; flags come last and win."""
+    monkeypatch.setattr(training.finetune, "cores_of_a_rank", lambda: 1)
 
     def run_main(*flags, folder="run"):
         AcceleratorState._reset_state(True)
@@ -665,6 +668,44 @@ def test_a_finished_run_is_left_alone_and_other_arguments_are_refused(finetune, 
     assert "allow_changes" not in error
     assert {path: path.stat().st_mtime_ns for path in finetune.folder.rglob("*")} == before
     assert finetune("--model", finetune.folder / "best", "--max_steps", 3, folder="further") == 0
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from unittest import mock
+from training.run_log import RunLog
+
+log = RunLog(Path(sys.argv[1]), mock.Mock(is_main_process=True))
+log.claim()
+print("claimed", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_run_that_another_process_trains_is_left_alone(finetune, capsys):
+    finetune.folder.mkdir(parents=True)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, finetune.folder], cwd=CLONE, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert holder.stdout.readline() == b"claimed\n"
+        assert finetune() == 1
+        assert f"another session trains in {finetune.folder}" in capsys.readouterr().err
+        assert [path.name for path in finetune.folder.iterdir()] == [".lock"]
+    finally:
+        holder.communicate()
+    assert finetune("--max_steps", 1) == 0
+
+
+def test_ranks_on_a_cpu_share_its_cores(finetune, monkeypatch):
+    """Torchrun leaves each of them one thread."""
+    asked = mock.Mock()
+    monkeypatch.setattr(torch, "set_num_threads", asked)
+    monkeypatch.setattr(training.finetune, "cores_of_a_rank", training.launching.cores_of_a_rank)
+    monkeypatch.setattr(training.launching.os, "sched_getaffinity", lambda _: set(range(6)))
+    assert finetune("--max_steps", 1) == 0
+    asked.assert_called_once_with(6)
 
 
 STILL = ["--learning_rate", 1e-12, "--metric_for_best_model", "exact_match", "--early_stopping_patience", 2]

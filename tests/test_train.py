@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
@@ -119,6 +120,13 @@ def test_a_run_writes_models_that_the_auto_classes_load_and_says_where_they_come
     assert results["validation"]["bleu_signature"].startswith("nrefs:1")
     assert (train.folder / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert list((train.folder / "tensorboard").glob("events.*"))
+
+
+def test_what_a_run_writes_is_utf_8_whatever_the_locale(tmp_path):
+    program = "import sys, pathlib, training.run_log; training.run_log.write_json(pathlib.Path(sys.argv[1]), chr(233))"
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run([sys.executable, "-c", program, tmp_path / "a.json"], cwd=CLONE, env=os.environ | locale, check=True)
+    assert (tmp_path / "a.json").read_bytes() == '"é"\n'.encode()
 
 
 def test_the_origin_is_written_before_the_first_step(train, monkeypatch):

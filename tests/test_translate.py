@@ -1,14 +1,18 @@
 """The translate command, and the functions behind it and behind evaluation."""
 
+import contextlib
+import importlib
 import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -502,6 +506,26 @@ def test_a_missing_model_is_an_error_without_a_trace(tmp_path, capsys):
     (tmp_path / "in.txt").write_text("Buch\n")
     assert main(["--model", str(tmp_path / "missing"), "--input", str(tmp_path / "in.txt")]) == 1
     assert f"error: there is no model in '{tmp_path / 'missing'}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", ["translate", "convert", "convert_sharing", "average_checkpoints"])
+def test_damaged_weights_are_an_error_without_a_trace(folder, tmp_path, capsys, module):
+    model = Path(shutil.copytree(folder, tmp_path / "model"))
+    content = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(content[: len(content) // 2])
+    output = ["--output", str(tmp_path / "out")]
+    arguments = {
+        "translate": ["--model", str(model), "--input", __file__],
+        "convert": ["--model", str(model), "--to", "marian"],
+        "convert_sharing": ["--model", str(model), "--parameter_sharing", "all"],
+        "average_checkpoints": ["--checkpoints", str(model)],
+    }
+    with contextlib.suppress(SystemExit):
+        assert importlib.import_module(f"training.{module}").main([*arguments[module], *output]) == 1
+    error = capsys.readouterr().err
+    assert f"error: the weights of the model in '{model}' are damaged" in error
+    assert "Traceback" not in error
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_output_that_cannot_be_written_is_an_error_before_the_model_is_loaded(tmp_path, capsys):

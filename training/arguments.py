@@ -295,6 +295,18 @@ def positive_integer(text: str) -> int:
     return value
 
 
+def positive_number(text: str) -> float:
+    """Return the number in an argument, for argparse.
+
+    Raises:
+        argparse.ArgumentTypeError: If it is not above 0, or infinite.
+        ValueError: If it is no number.
+    """
+    if not 0 < (value := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"{value} must be above 0, and finite")
+    return value
+
+
 Arguments = tuple[ModelArguments, DataArguments, RecipeArguments]
 
 

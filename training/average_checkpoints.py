@@ -16,9 +16,9 @@ import torch
 import transformers
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedModel
 
-import hf_vanilla_trm  # noqa: F401  (its import makes the Auto classes know the model)
 from training.architecture import check_architecture
 from training.checkpoint import find_checkpoints, write_folder
+from training.loading import named_errors
 from training.run_log import weights_digest, write_json
 
 logger = logging.getLogger("training")
@@ -33,14 +33,15 @@ def average_checkpoints(folders: Sequence[Path]) -> PreTrainedModel:
         folders: Folders that `from_pretrained` loads, in any order.
 
     Raises:
+        OSError: If there is no model in one of them, or its weights are damaged.
         ValueError: If there are no folders, or one is of another architecture than the first.
     """
     if not folders:
         raise ValueError("there is nothing to average: no checkpoint is given")
-    model = AutoModelForSeq2SeqLM.from_pretrained(folders[0])
+    model = _load(folders[0])
     sums = {name: parameter.detach().double() for name, parameter in model.named_parameters()}
     for folder in folders[1:]:
-        other_model = AutoModelForSeq2SeqLM.from_pretrained(folder)
+        other_model = _load(folder)
         check_architecture(other_model.config, model.config, str(folder), str(folders[0]))
         for name, parameter in other_model.named_parameters():
             sums[name] += parameter.detach().double()
@@ -48,6 +49,11 @@ def average_checkpoints(folders: Sequence[Path]) -> PreTrainedModel:
         for name, parameter in model.named_parameters():
             parameter.copy_(sums[name] / len(folders))
     return model
+
+
+def _load(folder: Path) -> PreTrainedModel:
+    with named_errors(str(folder)):
+        return AutoModelForSeq2SeqLM.from_pretrained(folder)
 
 
 def save_average(output: Path, model: PreTrainedModel, folders: Sequence[Path]) -> None:

@@ -49,6 +49,7 @@ class TokenBatchSampler(Sampler[list[int]]):
         num_ranks: Processes that share an epoch.
         rank: The one of them that this is.
         shuffle: Whether to draw an order; otherwise batches come from short to long, the same in every epoch.
+        budget: What the user calls `batch_tokens`.
 
     Raises:
         ValueError: If a row alone is over the budget, or the rows cannot be dealt to the ranks in equally many batches.
@@ -64,6 +65,7 @@ class TokenBatchSampler(Sampler[list[int]]):
         num_ranks: int = 1,
         rank: int = 0,
         shuffle: bool = True,
+        budget: str = "batch_tokens",
     ) -> None:
         if len(source_lengths) != len(target_lengths):
             raise ValueError(f"there are {len(source_lengths)} sources and {len(target_lengths)} targets")
@@ -72,7 +74,7 @@ class TokenBatchSampler(Sampler[list[int]]):
         sources, targets = (np.asarray(lengths, dtype=np.int64) for lengths in (source_lengths, target_lengths))
         self.longest = np.maximum(sources, targets)
         self.difference = np.where(self.longest % 2, sources - targets, targets - sources)
-        self.batch_tokens = batch_tokens
+        self.batch_tokens, self.budget = batch_tokens, budget
         self.seed = seed
         self.num_ranks = num_ranks
         self.rank = rank
@@ -109,8 +111,8 @@ class TokenBatchSampler(Sampler[list[int]]):
         if over:
             row = int(self.longest.argmax())
             raise ValueError(
-                f"{over} of {rows} rows are longer than batch_tokens ({self.batch_tokens}), the longest, row {row}, "
-                f"has {self.longest[row]} tokens: raise batch_tokens, or lower max_source_length and max_target_length"
+                f"{over} of {rows} rows are longer than {self.budget} ({self.batch_tokens}), the longest, row {row}, "
+                f"has {self.longest[row]} tokens: raise {self.budget}, or leave long rows out"
             )
 
     def _cut_to_budget(self, costs: np.ndarray) -> list[int]:

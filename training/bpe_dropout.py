@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 from datasets import Dataset
+from tokenizers.pre_tokenizers import ByteLevel
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
@@ -169,3 +170,5 @@ def _check(tokenizer: PreTrainedTokenizerBase) -> None:
         raise ValueError(f"{rule}: this one changes a text before (normalizer {state['normalizer']['type']})")
     if not tokenizer.split_special_tokens:
         raise ValueError(f"{rule}: this one finds special tokens in a text (split_special_tokens is False)")
+    if missing := set(ByteLevel.alphabet()).difference(model["vocab"]):
+        raise ValueError(f"{rule}: the vocabulary of this one lacks {len(missing)} of the 256 bytes")

@@ -130,7 +130,7 @@ def load_checkpoint(folder: Path, model: PreTrainedModel) -> Checkpoint:
     """
     check_architecture(VanillaTrmConfig.from_pretrained(folder), model.config, str(folder), "the model to train")
     load_model(model, folder / "model.safetensors")
-    state = json.loads((folder / STATE_FILE).read_text())
+    state = json.loads((folder / STATE_FILE).read_text("utf-8"))
     average = folder / AVERAGE_FILE
     return Checkpoint(
         progress=Progress(**{**state, "position": Position(**state["position"])}),
@@ -148,7 +148,7 @@ def find_checkpoints(run: Path) -> list[Path]:
 def fault_of(checkpoint: Path) -> str | None:
     """Return what is wrong with a checkpoint's files, or None if they are what was written."""
     try:
-        digests = json.loads((checkpoint / DIGESTS_FILE).read_text())
+        digests = json.loads((checkpoint / DIGESTS_FILE).read_text("utf-8"))
     except (OSError, ValueError):
         return f"{DIGESTS_FILE} is missing or torn"
     for name, digest in digests.items():
@@ -218,6 +218,8 @@ def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
             _sync(path)
     except Exception as error:  # each library has a class of its own for a full disk
         shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, ImportError | ValueError):  # what was to be written was at fault, not the disk
+            raise
         raise OSError(f"{folder} cannot be written: {error}") from error
     if folder.exists():
         os.replace(folder, old)

@@ -203,7 +203,7 @@ def train(arguments: CompareArguments, variant: Variant, seed: str) -> dict[str,
         subprocess.run(train_command(arguments, variant, seed), check=True)
     if not results.exists():
         raise ValueError(f"{results.parent} was stopped before it was finished; the same command continues")
-    return json.loads(results.read_text())
+    return json.loads(results.read_text("utf-8"))
 
 
 def train_all(arguments: CompareArguments) -> list[tuple[Variant, str]]:
@@ -217,7 +217,7 @@ def train_all(arguments: CompareArguments) -> list[tuple[Variant, str]]:
     first = [(UNSHARED, seed) for seed in seeds]
     for variant, seed in announced(first, "unshared"):
         train(arguments, variant, seed)
-    record = json.loads((run_folder(arguments, UNSHARED, seeds[0]) / "run.json").read_text())
+    record = json.loads((run_folder(arguments, UNSHARED, seeds[0]) / "run.json").read_text("utf-8"))
     unshared = config_of(record["resolved"]["model"])
     others = [(variant, seed) for seed in seeds for variant in variants_of(unshared, arguments)]
     for variant, seed in announced(others, "sharing"):
@@ -251,7 +251,7 @@ def measure(
         bleu_tokenize: sacreBLEU's tokenizer.
     """
     run = run_folder(arguments, variant, seed)
-    results, record = (json.loads((run / name).read_text()) for name in ("results.json", "run.json"))
+    results, record = (json.loads((run / name).read_text("utf-8")) for name in ("results.json", "run.json"))
     config = record["resolved"]["model"]
     decoded = decode(run, pairs, bleu_tokenize, arguments.num_bootstrap)
     sizes = {name: config[name] for name in ("d_model", "d_ff", "encoder_layers", "decoder_layers")}
@@ -281,7 +281,7 @@ def decode(run: Path, pairs: tuple[list[str], list[str]], bleu_tokenize: str, nu
     inputs = {"num_bootstrap": num_bootstrap, "bleu_tokenize": bleu_tokenize, "pairs": len(sources)}
     inputs["digest"] = hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
     try:
-        known = json.loads(file.read_text())
+        known = json.loads(file.read_text("utf-8"))
         if known["inputs"] == inputs:
             return known["measured"]
     except (FileNotFoundError, KeyError, ValueError):
@@ -307,7 +307,7 @@ def decode(run: Path, pairs: tuple[list[str], list[str]], bleu_tokenize: str, nu
 
 
 def _final_scores(run: Path) -> dict[str, Any]:
-    results = json.loads((run / "results.json").read_text())
+    results = json.loads((run / "results.json").read_text("utf-8"))
     return results["test"] if "test" in results else results["validation"]
 
 
@@ -339,7 +339,7 @@ def claim_folder(arguments: CompareArguments) -> None:
     """
     file = Path(arguments.output_dir) / "comparison.json"
     recipe = {"base": Path(arguments.base).read_text(encoding="utf-8"), "arguments": arguments.arguments}
-    if file.exists() and json.loads(file.read_text()) != recipe:
+    if file.exists() and json.loads(file.read_text("utf-8")) != recipe:
         raise ValueError(
             f"{arguments.output_dir} holds a comparison with another base or other arguments: use another output_dir"
         )

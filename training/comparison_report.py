@@ -131,7 +131,7 @@ def plot_curves(file: Path, runs: dict[tuple[str, int], Path]) -> None:
     for axes, (name, title) in zip(figure.subplots(1, 2), panels, strict=True):
         labelled = set()
         for (variant, _), run in runs.items():
-            lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+            lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
             points = [(line["update"], line[name]) for line in lines if name in line]
             if points:
                 label = None if variant in labelled else variant

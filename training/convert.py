@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, MarianMTModel, PreTrainedTokenizerBase
 
 from hf_vanilla_trm import (
@@ -24,6 +23,7 @@ from hf_vanilla_trm import (
     to_marian,
 )
 from training.checkpoint import save_model_folder, write_folder
+from training.loading import named_errors
 from training.tokenizer import check_vocabulary
 
 MODELS = {"vanilla_trm": VanillaTrmForConditionalGeneration, "marian": MarianMTModel}
@@ -55,13 +55,11 @@ def load_either(folder: str) -> Any:
         OSError: If there is no model.
         ValueError: If it is of another type.
     """
-    try:
+    with named_errors(folder):
         model_type = AutoConfig.from_pretrained(folder).model_type
-    except OSError as error:
-        raise OSError(f"there is no model in {folder!r}, neither as a folder nor on the Hub ({error})") from error
-    if model_type not in MODELS:
-        raise ValueError(f"the model in {folder} is a {model_type}; it must be one of {', '.join(MODELS)}")
-    return MODELS[model_type].from_pretrained(folder, dtype=torch.float32).eval()
+        if model_type not in MODELS:
+            raise ValueError(f"the model in {folder} is a {model_type}; it must be one of {', '.join(MODELS)}")
+        return MODELS[model_type].from_pretrained(folder, dtype=torch.float32).eval()
 
 
 @torch.no_grad()
@@ -116,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tokenizer = AutoTokenizer.from_pretrained(options.model)
         check_vocabulary(model, tokenizer)
         result = convert(model, tokenizer, options)
-    except (ImportError, OSError, SafetensorError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(f"{options.output}: {result}")

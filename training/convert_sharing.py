@@ -9,12 +9,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from safetensors import SafetensorError
 from transformers import AutoConfig
 
 import hf_vanilla_trm
 from hf_vanilla_trm import VanillaTrmPreTrainedModel, share_parameters
 from training.checkpoint import save_model_folder
+from training.loading import named_errors
 from training.tokenizer import load_tokenizer
 
 
@@ -36,15 +36,13 @@ def load_any(folder: str) -> VanillaTrmPreTrainedModel:
         OSError: If there is no model.
         ValueError: If it is of another type.
     """
-    try:
+    with named_errors(folder):
         config = AutoConfig.from_pretrained(folder)
-    except OSError as error:
-        raise OSError(f"there is no model in {folder!r}, neither as a folder nor on the Hub ({error})") from error
-    if config.model_type != "vanilla_trm":
-        raise ValueError(f"the model in {folder} is a {config.model_type}, which shares nothing here")
-    names = config.architectures or ["VanillaTrmForConditionalGeneration"]
-    model: VanillaTrmPreTrainedModel = getattr(hf_vanilla_trm, names[0]).from_pretrained(folder)
-    return model
+        if config.model_type != "vanilla_trm":
+            raise ValueError(f"the model in {folder} is a {config.model_type}, which shares nothing here")
+        names = config.architectures or ["VanillaTrmForConditionalGeneration"]
+        model: VanillaTrmPreTrainedModel = getattr(hf_vanilla_trm, names[0]).from_pretrained(folder)
+        return model
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sharing_order=options.sharing_order,
         )
         save_model_folder(options.output, converted, tokenizer)
-    except (OSError, SafetensorError, ValueError) as error:
+    except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(

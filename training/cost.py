@@ -13,7 +13,14 @@ from dataclasses import dataclass
 import torch
 
 from hf_vanilla_trm import VanillaTrmConfig, VanillaTrmForConditionalGeneration
-from training.arguments import DataArguments, ModelArguments, RecipeArguments, parse_arguments, positive_integer
+from training.arguments import (
+    DataArguments,
+    ModelArguments,
+    RecipeArguments,
+    parse_arguments,
+    positive_integer,
+    positive_number,
+)
 
 BYTES_PER_PARAMETER = 16
 """Float32 parameter, gradient, and Adam's two moments."""
@@ -176,10 +183,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", required=True, help="YAML file of training")
     parser.add_argument("--gpus", type=positive_integer, nargs="+", default=default.gpus, help="numbers of cards")
     parser.add_argument("--length", type=positive_integer, default=28, help="mean tokens of a sentence")
-    parser.add_argument("--teraflops", type=float, default=default.teraflops, help="peak of a card")
-    parser.add_argument("--utilisation", type=float, default=default.utilisation, help="part of it that is reached")
+    parser.add_argument("--teraflops", type=positive_number, default=default.teraflops, help="peak of a card")
     parser.add_argument(
-        "--gigabytes_per_second", type=float, default=default.gigabytes_per_second, help="bandwidth between cards"
+        "--utilisation", type=positive_number, default=default.utilisation, help="part of it that is reached"
+    )
+    parser.add_argument(
+        "--gigabytes_per_second",
+        type=positive_number,
+        default=default.gigabytes_per_second,
+        help="bandwidth between cards",
     )
     options = parser.parse_args(arguments)
     hardware = Hardware(options.gpus, options.teraflops, options.utilisation, options.gigabytes_per_second)

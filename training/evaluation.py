@@ -26,7 +26,7 @@ from training.tokenized import sequence_lengths
 
 logger = logging.getLogger(__name__)
 
-ERRORS = ("loss", "perplexity", "ter", "wer", "cer")
+ERRORS = ("loss", "perplexity", "ter", "wer", "cer", "character", "charcut")
 """Metrics of which less is better; of all others more is."""
 
 
@@ -146,6 +146,7 @@ def loss_batches(
         num_ranks=accelerator.num_processes,
         rank=accelerator.process_index,
         shuffle=False,
+        budget="eval_batch_tokens",
     )
     return DataLoader(tokenized, batch_sampler=sampler, collate_fn=PairCollator(pad_token_id))
 

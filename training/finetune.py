@@ -40,8 +40,8 @@ from training.card import datasets_of, languages_of
 from training.checkpoint import save_model_folder
 from training.data import fingerprint, load_pairs
 from training.evaluation import Evaluator, TranslationMetric
-from training.launching import check_fsdp, processes_asked_for, start_logging
-from training.loading import load
+from training.launching import check_fsdp, cores_of_a_rank, processes_asked_for, start_logging
+from training.loading import load, named_errors
 from training.objective import TrainingDivergedError
 from training.run_log import RunLog
 from training.tokenizer import check_vocabulary, load_tokenizer
@@ -286,12 +286,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     log = RunLog(Path(training.output_dir), state)
     all_arguments = recorded_arguments(options, data_arguments, training)
     try:
-        checkpoint = newest_checkpoint(log.run)
         check_processes(training)
+        if training.device.type == "cpu":
+            torch.set_num_threads(cores_of_a_rank())
         if not log.run_file.exists() and (others := checkpoints_of(log.run)):
             raise ValueError(
                 f"{others[0]} is not of a run of this program, for there is no run.json: use another output_dir"
             )
+        log.run.mkdir(parents=True, exist_ok=True)
+        log.claim()  # until the process ends
+        checkpoint = newest_checkpoint(log.run)
         if checkpoint is not None or log.results_file.exists() or (log.run / "checkpoints").exists():
             log.check(all_arguments, defaults=defaults_of(*kinds), allow_changes=None)
         if training.push_to_hub:
@@ -302,7 +306,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return push(training, card, log.run)
         trainer, evaluators, inputs = prepare(options, data_arguments, training)
         check_fsdp(trainer.accelerator)
-        log = RunLog(log.run, trainer.accelerator)
+        log.accelerator = trainer.accelerator
         if checkpoint is not None:
             log.check_inputs(inputs)
     except (OSError, ValueError) as error:  # what the user gave; nothing has been trained yet
@@ -422,7 +426,7 @@ def parameters_digest(model: PreTrainedModel) -> str:
 
 
 def check_validation(splits: DatasetDict, options: FineTuningArguments, training: TrainerArguments) -> None:
-    """Without a validation split, choose no best model; a patience that would never end is refused."""
+    """Without a validation split, choose no best model; refuse a patience that would never end; warn of no warm-up."""
     if options.early_stopping_patience and ("validation" not in splits or training.eval_strategy == "no"):
         raise ValueError(f"early_stopping_patience ({options.early_stopping_patience}) needs validation: there is none")
     if "validation" not in splits and training.eval_strategy != IntervalStrategy.NO:
@@ -442,7 +446,7 @@ def load_model(options: FineTuningArguments, seed: int) -> PreTrainedModel:
     """
     changes = {name: getattr(options, name) for name in ("dropout", "attn_implementation")}
     changes = {name: value for name, value in changes.items() if value is not None}
-    try:
+    with named_errors(options.model):
         if (Path(options.model) / "adapter_config.json").exists():
             raise ValueError(f"{options.model} holds adapters, not a model: give the merged one, best/ of its run")
         config = AutoConfig.from_pretrained(options.model)
@@ -456,10 +460,6 @@ def load_model(options: FineTuningArguments, seed: int) -> PreTrainedModel:
             return AutoModelForSeq2SeqLM.from_pretrained(options.model, dtype=torch.float32, **changes)
         config = AutoConfig.from_pretrained(options.model, **changes)
         generation_config = GenerationConfig.from_pretrained(options.model)
-    except OSError as error:
-        raise OSError(
-            f"there is no model in {options.model!r}, neither as a folder nor on the Hub ({error})"
-        ) from error
     model = AutoModelForSeq2SeqLM.from_config(config, dtype=torch.float32)
     model.generation_config = generation_config
     return model
@@ -485,7 +485,7 @@ def newest_checkpoint(run: Path) -> Path | None:
     """Return the newest complete checkpoint of a run; the Trainer writes its state last."""
     for folder in reversed(checkpoints_of(run)):
         try:
-            json.loads((folder / "trainer_state.json").read_text())
+            json.loads((folder / "trainer_state.json").read_text("utf-8"))
             return folder
         except (FileNotFoundError, ValueError):
             logger.warning("%s is not complete: looking for one before it", folder)

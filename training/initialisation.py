@@ -23,7 +23,8 @@ from transformers import PreTrainedModel
 
 from hf_vanilla_trm import VanillaTrmConfig, VanillaTrmForConditionalGeneration
 from training import train
-from training.arguments import ModelArguments, parse_arguments
+from training.arguments import ModelArguments, parse_arguments, positive_integer
+from training.run_log import write_json
 
 REVERSE = Path(__file__).parent / "configs" / "reverse.yaml"
 THRESHOLD = 99.0
@@ -58,8 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, default=REVERSE, help="YAML file of training arguments.")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/benchmark/initialisation"))
     parser.add_argument("--initialisations", nargs="+", choices=INITIALISATIONS, default=list(INITIALISATIONS))
-    parser.add_argument("--train_lines", type=int, default=50_000, help="Lines to train on.")
-    parser.add_argument("--held_out_lines", type=int, default=1000, help="Lines to be reversed after training.")
+    parser.add_argument("--train_lines", type=positive_integer, default=50_000, help="Lines to train on.")
+    parser.add_argument(
+        "--held_out_lines", type=positive_integer, default=1000, help="Lines to be reversed after training."
+    )
 
 
 def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
@@ -149,8 +152,8 @@ def fresh_loss(arguments: ModelArguments, initialise: Callable[[PreTrainedModel]
 
 def summarise(run: Path) -> dict[str, Any]:
     """Return what a finished run's own files say: its curve, when it reached the threshold, and its origin."""
-    origin, results = (json.loads((run / f"{name}.json").read_text()) for name in ("run", "results"))
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    origin, results = (json.loads((run / f"{name}.json").read_text("utf-8")) for name in ("run", "results"))
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
     minutes = {row["update"]: row["minutes"] for row in rows if "minutes" in row}
     curve = [
         {
@@ -175,7 +178,7 @@ def summarise(run: Path) -> dict[str, Any]:
 
 def write_report(folder: Path, report: dict[str, Any]) -> None:
     """Write initialisation.json, and initialisation.png with a curve for each initialisation."""
-    (folder / "initialisation.json").write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+    write_json(folder / "initialisation.json", report)
     figure = matplotlib.figure.Figure(figsize=(10, 4), layout="constrained")
     axes = figure.subplots(1, 2)
     for result in report["initialisations"].values():

@@ -1,6 +1,10 @@
 """Models and their tokenizers, from a folder or the Hub, ready to translate."""
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_vanilla_trm  # noqa: F401  (its import makes the Auto classes know the model)
@@ -9,6 +13,21 @@ from training.tokenizer import check_vocabulary
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 QUANTIZED = {"int8_weights": torch.bfloat16, "int8_dynamic": torch.float32}
 """Kinds of `quantize`, and the precision of all that is not int8 then."""
+
+
+@contextlib.contextmanager
+def named_errors(folder: str) -> Iterator[None]:
+    """Say of what a library could not load, in a context that loads, which model it was.
+
+    Raises:
+        OSError: If there is no model, or its weights are damaged.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"there is no model in {folder!r}, neither as a folder nor on the Hub ({error})") from error
+    except SafetensorError as error:
+        raise OSError(f"the weights of the model in {folder!r} are damaged ({error})") from error
 
 
 def load(
@@ -22,13 +41,11 @@ def load(
         dtype: Of the weights.
 
     Raises:
-        OSError: If there is no model.
+        OSError: If there is no model, or its weights are damaged.
         ValueError: If the device is not there, or the tokenizer is of another vocabulary.
     """
-    try:
+    with named_errors(folder):
         model = AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=dtype)
-    except OSError as error:
-        raise OSError(f"there is no model in {folder!r}, neither as a folder nor on the Hub ({error})") from error
     tokenizer = AutoTokenizer.from_pretrained(folder)
     check_vocabulary(model, tokenizer)
     best_device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"

@@ -145,7 +145,7 @@ class RunLog:
     def metrics(self, update: int, values: dict[str, Any]) -> None:
         """Append one line to metrics.jsonl and send the numbers to the trackers."""
         if self.accelerator.is_main_process:
-            with _named_errors(self.metrics_file), self.metrics_file.open("a") as file:
+            with _named_errors(self.metrics_file), self.metrics_file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"update": update, **values}) + "\n")
         numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
         self.accelerator.log(numbers, step=update)
@@ -155,7 +155,7 @@ class RunLog:
         if not self.metrics_file.exists():
             return []
         rows = []
-        for number, line in enumerate(self.metrics_file.read_text().split("\n")[:-1], start=1):
+        for number, line in enumerate(self.metrics_file.read_text("utf-8").split("\n")[:-1], start=1):
             try:
                 rows.append(json.loads(line))
             except ValueError as error:
@@ -203,7 +203,7 @@ class RunLog:
 
     def _read_run_file(self) -> dict[str, Any] | None:
         try:
-            return json.loads(self.run_file.read_text()) if self.run_file.exists() else None
+            return json.loads(self.run_file.read_text("utf-8")) if self.run_file.exists() else None
         except ValueError as error:
             raise ValueError(f"{self.run_file} is torn ({error}): to begin anew, use another output_dir") from error
 
@@ -282,7 +282,7 @@ def write_json(file: Path, value: object) -> None:
 def _write(file: Path, text: str) -> None:
     temporary = file.with_name(f".{file.name}")
     with _named_errors(file):
-        temporary.write_text(text)
+        temporary.write_text(text, "utf-8")
         os.replace(temporary, file)
 
 

@@ -1,7 +1,6 @@
 """How long a training step of every sharing mode takes, and how large its file is: in turn, on one batch."""
 
 import argparse
-import json
 import shlex
 import statistics
 import sys
@@ -14,18 +13,20 @@ import torch
 import transformers
 
 from hf_vanilla_trm import PARAMETER_SHARING_MODES
+from training.arguments import positive_integer
 from training.objective import Batch
 from training.peers import build_ours, our_loss
+from training.run_log import write_json
 from training.step_speed import SIZES, seconds_in_turn, step_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of this benchmark."""
     parser.add_argument("--size", choices=SIZES, default="base", help="Sizes of the model (default: base).")
-    parser.add_argument("--vocab_size", type=int, default=37000, help="Tokens (default: 37000).")
-    parser.add_argument("--sentences", type=int, default=32, help="Sentences of the batch (default: 32).")
-    parser.add_argument("--length", type=int, default=32, help="Tokens of each (default: 32).")
-    parser.add_argument("--rounds", type=int, default=9, help="Steps that are timed (default: 9).")
+    parser.add_argument("--vocab_size", type=positive_integer, default=37000, help="Tokens (default: 37000).")
+    parser.add_argument("--sentences", type=positive_integer, default=32, help="Sentences of the batch (default: 32).")
+    parser.add_argument("--length", type=positive_integer, default=32, help="Tokens of each (default: 32).")
+    parser.add_argument("--rounds", type=positive_integer, default=9, help="Steps that are timed (default: 9).")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/benchmark/sharing"))
 
 
@@ -36,7 +37,7 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
     rows = compare_modes(options.size, options.vocab_size, options.sentences, options.length, options.rounds)
     options.output_dir.mkdir(parents=True, exist_ok=True)
     report = {"command": shlex.join(sys.orig_argv), "threads": torch.get_num_threads(), "rows": rows}
-    (options.output_dir / "sharing.json").write_text(json.dumps(report, indent=2) + "\n")
+    write_json(options.output_dir / "sharing.json", report)
     print(f"{options.size}, {options.vocab_size:,} words, {options.sentences} x {options.length} tokens, fp32")
     print("| parameter_sharing | seconds a step | speed against none (lowest, highest) | file | against none |")
     print("|---|---|---|---|---|")

@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 
+from training.arguments import positive_integer
 from training.run_log import write_json
 from training.tokenizer import train_tokenizer
 
@@ -32,8 +33,12 @@ LIMITS = {"max_source_length": 64, "max_target_length": 64}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of this benchmark."""
-    parser.add_argument("--lines", type=int, default=100_000, help="Pairs of the shorter corpus (default: 100000).")
-    parser.add_argument("--times", type=int, default=20, help="How much longer the other is (default: 20).")
+    parser.add_argument(
+        "--lines", type=positive_integer, default=100_000, help="Pairs of the shorter corpus (default: 100000)."
+    )
+    parser.add_argument(
+        "--times", type=positive_integer, default=20, help="How much longer the other is (default: 20)."
+    )
     parser.add_argument("--output_dir", type=Path, default=Path("runs/benchmark/streaming"))
 
 

@@ -28,7 +28,7 @@ import transformers
 from torch import nn
 
 from hf_vanilla_trm import PARAMETER_SHARING_MODES
-from training.arguments import DataArguments
+from training.arguments import DataArguments, positive_integer
 from training.batching import PairCollator, TokenBatchSampler
 from training.data import load_pairs
 from training.joeynmt_speed import joeynmt_speed
@@ -50,7 +50,9 @@ Result = TypeVar("Result")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of this benchmark."""
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), help="Sizes (default: all).")
-    parser.add_argument("--vocab_sizes", nargs="+", type=int, default=[8000, 37000], help="(default: 8000 37000)")
+    parser.add_argument(
+        "--vocab_sizes", nargs="+", type=positive_integer, default=[8000, 37000], help="(default: 8000 37000)"
+    )
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
     parser.add_argument(
         "--modes",
@@ -61,9 +63,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--train_source", help="Sentences, one a line (default: the embedded corpus).")
     parser.add_argument("--train_target", help="Their translations.")
-    parser.add_argument("--batch_tokens", type=int, default=4096, help="Padded tokens a batch (default: 4096).")
-    parser.add_argument("--batches", type=int, default=6, help="Batches of a round (default: 6).")
-    parser.add_argument("--rounds", type=int, default=3, help="Rounds that are timed (default: 3).")
+    parser.add_argument(
+        "--batch_tokens", type=positive_integer, default=4096, help="Padded tokens a batch (default: 4096)."
+    )
+    parser.add_argument("--batches", type=positive_integer, default=6, help="Batches of a round (default: 6).")
+    parser.add_argument("--rounds", type=positive_integer, default=3, help="Rounds that are timed (default: 3).")
     parser.add_argument(
         "--loop_updates", type=int, default=60, help="Updates of the training loop, 0 for none (default: 60)."
     )

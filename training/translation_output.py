@@ -143,7 +143,7 @@ class OutputFile(contextlib.AbstractContextManager):
                 raise ValueError(
                     f"{self.partial} was interrupted: continue it with --resume, or delete it and its .json"
                 )
-            self._continue(json.loads(self.state_file.read_text()))
+            self._continue(json.loads(self.state_file.read_text("utf-8")))
         self.file = self.partial.open("r+b" if self.lines_done else "wb")
         self.file.truncate(self.bytes_done)
         self.file.seek(self.bytes_done)
