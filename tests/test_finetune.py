@@ -1007,7 +1007,7 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused(finetune, base, tmp
 
 
 def test_fewer_processes_than_the_launcher_was_asked_for_are_refused(finetune, monkeypatch, capsys):
-    monkeypatch.setattr(training.finetune, "processes_asked_for", lambda: 2)
+    monkeypatch.setattr(training.launching, "processes_asked_for", lambda: 2)
     assert finetune() == 1
     assert "asked for 2 processes, but 1 would train together" in capsys.readouterr().err
 

@@ -40,7 +40,7 @@ from training.card import datasets_of, languages_of
 from training.checkpoint import save_model_folder
 from training.data import fingerprint, load_pairs
 from training.evaluation import Evaluator, TranslationMetric
-from training.launching import check_fsdp, cores_of_a_rank, processes_asked_for, start_logging
+from training.launching import check_fsdp, check_processes, cores_of_a_rank, start_logging
 from training.loading import load, named_errors
 from training.objective import TrainingDivergedError
 from training.run_log import RunLog
@@ -286,7 +286,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     log = RunLog(Path(training.output_dir), state)
     all_arguments = recorded_arguments(options, data_arguments, training)
     try:
-        check_processes(training)
+        check_processes(training.world_size)
+        check_devices(training)
         if training.device.type == "cpu":
             torch.set_num_threads(cores_of_a_rank())
         if not log.run_file.exists() and (others := checkpoints_of(log.run)):
@@ -332,18 +333,12 @@ def recorded_arguments(options: FineTuningArguments, data: PairArguments, traini
     return json.loads(json.dumps(kept, default=str))
 
 
-def check_processes(training: TrainerArguments) -> None:
-    """Make sure that as many processes train together as the launcher was asked for, each on one device.
+def check_devices(training: TrainerArguments) -> None:
+    """Make sure that each process trains on one device.
 
     Raises:
-        ValueError: If they do not.
+        ValueError: If one would train on several.
     """
-    asked = processes_asked_for()
-    if training.world_size != asked:
-        raise ValueError(
-            f"the launcher was asked for {asked} processes, but {training.world_size} would train together; on a CPU "
-            "use `torchrun --standalone --nproc_per_node N`"
-        )
     if training.n_gpu > 1:
         raise ValueError(
             f"one process sees {training.n_gpu} GPUs: start one for each, `accelerate launch --num_processes "

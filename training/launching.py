@@ -22,8 +22,7 @@ def start_accelerator(recipe: RecipeArguments) -> Accelerator:
     """Start Accelerate, and make sure that as many processes train together as the launcher was asked for.
 
     Raises:
-        RuntimeError: If they do not; they would train as many separate models, or fewer would train than asked for.
-        ValueError: If FSDP was asked for in vain, or a tracker that is not installed.
+        ValueError: If they do not, if FSDP was asked for in vain, or for a tracker that is not installed.
     """
     available = [str(tracker) for tracker in get_available_trackers()]
     if recipe.report_to not in ("none", *available):
@@ -34,16 +33,29 @@ def start_accelerator(recipe: RecipeArguments) -> Accelerator:
         log_with=None if recipe.report_to == "none" else recipe.report_to,
         project_dir=recipe.output_dir,
     )
-    asked = processes_asked_for()
-    if accelerator.num_processes != asked:
-        raise RuntimeError(
-            f"the launcher was asked for {asked} processes, but {accelerator.num_processes} would train together; on a "
-            "CPU, where `accelerate launch` starts only one, use `torchrun --standalone --nproc_per_node N`"
-        )
+    check_processes(accelerator.num_processes)
     check_fsdp(accelerator)
     if accelerator.device.type == "cpu":
         torch.set_num_threads(recipe.cpu_threads or cores_of_a_rank())
     return accelerator
+
+
+def check_processes(number: int, what: str = "train") -> None:
+    """Make sure that as many processes work together as the launcher was asked for.
+
+    Args:
+        number: How many do.
+        what: What they do together, for the message.
+
+    Raises:
+        ValueError: If it is another number: they would train as many separate models, or fewer than asked for.
+    """
+    asked = processes_asked_for()
+    if number != asked:
+        raise ValueError(
+            f"the launcher was asked for {asked} processes, but {number} would {what} together; on a CPU, where "
+            "`accelerate launch` starts only one, use `torchrun --standalone --nproc_per_node N`"
+        )
 
 
 def cores_of_a_rank() -> int:

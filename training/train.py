@@ -175,7 +175,7 @@ def prepare(
     if checkpoints:
         kinds = (type(model_arguments), type(data_arguments), type(recipe))
         log.check(all_arguments, defaults=defaults_of(*kinds), allow_changes=recipe.allow_changes)
-    metric = make_metric(recipe)
+    metric = make_metric(recipe)  # may be unknown: before the data, which takes long
     splits, stream, tokenizer = read_data(data_arguments, recipe, checkpoints, accelerator, log.run)
     inputs = {f"{name} data": digest for name, digest in fingerprint(splits).items()}
     inputs |= (digest_stream(data_arguments) if stream is not None else {}) | {"tokenizer": tokenizer_digest(tokenizer)}
@@ -184,17 +184,8 @@ def prepare(
     keep_texts = data_arguments.bpe_dropout > 0
     tokenized = tokenize_splits(splits, tokenizer, data_arguments, accelerator, keep_training_texts=keep_texts)
     evaluators = {
-        split: Evaluator(
-            splits[split],
-            tokenized[split],
-            tokenizer,
-            metric=metric,
-            accelerator=accelerator,
-            batch_tokens=recipe.batch_tokens,
-            eval_batch_tokens=recipe.eval_batch_tokens,
-            num_samples=recipe.num_samples,
-        )
-        for split in splits
+        split: make_evaluator(pairs, tokenized[split], tokenizer, metric, recipe, accelerator)
+        for split, pairs in splits.items()
         if split != "train"
     }
     check_validation(evaluators, recipe)
@@ -218,6 +209,27 @@ def prepare(
         stop=stop,
     )
     return Run(all_arguments, inputs, loop, evaluators)
+
+
+def make_evaluator(
+    pairs: Dataset,
+    tokenized: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    metric: TranslationMetric,
+    recipe: RecipeArguments,
+    accelerator: Accelerator,
+) -> Evaluator:
+    """Return what evaluates models on the pairs of a split, as the recipe says."""
+    return Evaluator(
+        pairs,
+        tokenized,
+        tokenizer,
+        metric=metric,
+        accelerator=accelerator,
+        batch_tokens=recipe.batch_tokens,
+        eval_batch_tokens=recipe.eval_batch_tokens,
+        num_samples=recipe.num_samples,
+    )
 
 
 class TrainingData(NamedTuple):

@@ -33,7 +33,7 @@ from hf_vanilla_trm import (
     translate_stream,
 )
 from training.arguments import positive_integer
-from training.launching import cores_of_a_rank, processes_asked_for
+from training.launching import check_processes, cores_of_a_rank
 from training.lines import read_lines
 from training.loading import DTYPES, QUANTIZED, load_for_search
 from training.long_sentences import join_translations
@@ -326,12 +326,7 @@ def check_ranks(options: argparse.Namespace, state: PartialState) -> None:
         ValueError: If fewer processes work together than the launcher was asked for, or they would have to share a
             pipe.
     """
-    asked = processes_asked_for()
-    if state.num_processes != asked:
-        raise ValueError(
-            f"the launcher was asked for {asked} processes, but {state.num_processes} would work together; on a CPU, "
-            "where `accelerate launch` starts only one, use `torchrun --standalone --nproc_per_node N`"
-        )
+    check_processes(state.num_processes, "work")
     if state.num_processes > 1 and (options.input is None or not options.input.is_file() or options.output is None):
         raise ValueError("several processes need --input and --output, files: they cannot share a pipe")
     if state.num_processes > 1 and options.device is not None and options.device.type != "cpu":
