@@ -92,10 +92,6 @@ def write_tokens(folder: Path, data: dict[str, str]) -> None:
 def configuration(size: dict[str, int], folder: Path, updates: int, batch_tokens: int) -> dict[str, Any]:
     """Return JoeyNMT's configuration of the paper's model: post-LN, dropout 0.1, smoothing 0.1, one embedding."""
 
-    def side(language: str) -> dict[str, Any]:
-        vocabulary = str(folder / "vocabulary.txt")
-        return {"lang": language, "level": "word", "max_length": 256, "voc_file": vocabulary, "voc_limit": 8000}
-
     def stack(layers: int) -> dict[str, Any]:
         return {
             "type": "transformer",
@@ -114,32 +110,39 @@ def configuration(size: dict[str, int], folder: Path, updates: int, batch_tokens
         "model_dir": str(folder / "model"),
         "use_cuda": False,
         "num_workers": 0,
-        "data": {
-            "train": str(folder / "train"),
-            "dev": str(folder / "dev"),
-            "dataset_type": "plain",
-            "src": side("source"),
-            "trg": side("target"),
-        },
+        "data": _data(folder),
         "testing": {"beam_size": 1, "batch_size": 8, "batch_type": "sentence"},
-        "training": {
-            "batch_size": batch_tokens,
-            "batch_type": "token",
-            "normalization": "tokens",
-            "optimizer": "adam",
-            "learning_rate": 1e-5,
-            "scheduling": "warmupinversesquareroot",
-            "learning_rate_warmup": 100,
-            "label_smoothing": 0.1,
-            "updates": updates,
-            "epochs": 100,
-            "logging_freq": LOGGING_EVERY,
-            "validation_freq": 1000 * LOGGING_EVERY,
-        },
+        "training": _recipe(updates, batch_tokens),
         "model": {
             "tied_embeddings": True,
             "tied_softmax": True,
             "encoder": stack(size["encoder_layers"]),
             "decoder": stack(size["decoder_layers"]),
         },
+    }
+
+
+def _data(folder: Path) -> dict[str, Any]:
+    def side(language: str) -> dict[str, Any]:
+        vocabulary = str(folder / "vocabulary.txt")
+        return {"lang": language, "level": "word", "max_length": 256, "voc_file": vocabulary, "voc_limit": 8000}
+
+    files = {"train": str(folder / "train"), "dev": str(folder / "dev"), "dataset_type": "plain"}
+    return {**files, "src": side("source"), "trg": side("target")}
+
+
+def _recipe(updates: int, batch_tokens: int) -> dict[str, Any]:
+    return {
+        "batch_size": batch_tokens,
+        "batch_type": "token",
+        "normalization": "tokens",
+        "optimizer": "adam",
+        "learning_rate": 1e-5,
+        "scheduling": "warmupinversesquareroot",
+        "learning_rate_warmup": 100,
+        "label_smoothing": 0.1,
+        "updates": updates,
+        "epochs": 100,
+        "logging_freq": LOGGING_EVERY,
+        "validation_freq": 1000 * LOGGING_EVERY,
     }

@@ -78,12 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
     """Measure, write train.json and train.png and print tables; return the exit code. There are no further flags."""
     del flags
-    if options.joeynmt is not None and not (options.loop_updates and options.joeynmt.exists()):
-        raise SystemExit(f"--joeynmt ({options.joeynmt}) must be there, and needs --loop_updates of 1 or more")
-    if (options.train_source is None) != (options.train_target is None):
-        raise SystemExit(
-            f"--train_source ({options.train_source}) and --train_target ({options.train_target}) go together"
-        )
+    check_options(options)
     transformers.utils.logging.disable_progress_bar()
     files = {"train_source": options.train_source, "train_target": options.train_target}
     data = {"embedded_corpus": "en-de"} if options.train_source is None else files
@@ -125,6 +120,20 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
             write_report(options.output_dir, report)
     print(loop_table(report["loop"], report["joeynmt"]))
     return 0
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Refuse options that do not go together, before anything is measured.
+
+    Raises:
+        SystemExit: If they do not.
+    """
+    if options.joeynmt is not None and not (options.loop_updates and options.joeynmt.exists()):
+        raise SystemExit(f"--joeynmt ({options.joeynmt}) must be there, and needs --loop_updates of 1 or more")
+    if (options.train_source is None) != (options.train_target is None):
+        raise SystemExit(
+            f"--train_source ({options.train_source}) and --train_target ({options.train_target}) go together"
+        )
 
 
 def in_own_process(function: Callable[..., Result], *arguments: Any, **options: Any) -> Result:
