@@ -319,15 +319,11 @@ def arrangement_of(config: dict[str, Any]) -> tuple[Any, ...]:
     mode and the distinct layer of every depth of both stacks.
     """
     fields = VanillaTrmConfig(**{name: config[name] for name in (*SHARING_FIELDS, *DEPTH_FIELDS) if name in config})
-    depths = (fields.encoder_layers, fields.decoder_layers)
-    shares = fields.parameter_sharing != "none"
-    layers = tuple(
-        # The decoder that an encoder alone does not have need not be divisible.
-        ()
-        if shares and total % fields.num_unique_layers
-        else tuple(fields.unique_layer_at(d, total) for d in range(total))
-        for total in depths
-    )
+    depths: tuple[int, ...] = (fields.encoder_layers, fields.decoder_layers)
+    if fields.parameter_sharing != "none":
+        # The decoder that an encoder alone does not have need not be divisible: it has no arrangement.
+        depths = tuple(0 if total % fields.num_unique_layers else total for total in depths)
+    layers = tuple(tuple(fields.unique_layer_at(depth, total) for depth in range(total)) for total in depths)
     if layers == tuple(tuple(range(total)) for total in depths):
         return ("none",)  # every depth has its own, whatever it is called
     return fields.parameter_sharing, *layers
